@@ -1,7 +1,11 @@
-"""Comparison of variants that were tuned alike: choice on search seeds, differences and tests on confirmation seeds."""
+"""Comparison of variants that were tuned alike: choice on search seeds, differences and tests on confirmation seeds.
+
+``docs/evidence/protocol.md`` has the questions, and says why they are answered in this way.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -17,8 +21,10 @@ from nemo_geomask.tools.shared.paired_tests import holm, sign_flip_p
 __all__ = [
     "Cell",
     "PairedDifference",
+    "TunedChoice",
     "TunedComparison",
     "TunedRun",
+    "choose",
     "choose_bounds",
     "choose_rates",
     "compare_tuned_runs",
@@ -27,8 +33,8 @@ __all__ = [
 ]
 
 _LEVEL = 0.05
-_MIN_SHARE = 0.9  # share of the seeds on which a difference that counts is positive
-TUNED, MEAN_RATE, WORST_RATE = "tuned against tuned", "mean over the learning rates", "worst learning rate"
+_MIN_SHARE = 0.9  # share of the seeds on which a difference that counts has its sign, except in the primary comparison
+_TUNED, _MEAN_RATE, _WORST_RATE = "tuned against tuned", "mean over the learning rates", "worst learning rate"
 
 
 @dataclass(frozen=True, order=True)
@@ -65,19 +71,21 @@ class TunedRun:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """A variant's reward minus that of the variant without a correction, on the same seeds.
+    """A variant's reward minus another one's, on the same seeds.
 
     Attributes:
         variant: the variant.
         by_seed: the differences.
         p: two-sided p-value of the exact sign-flip test.
         adjusted_p: the same, adjusted by Holm's method for all differences of the question.
+        min_share: share of the seeds on which a difference that counts has its sign.
     """
 
     variant: str
     by_seed: Mapping[int, float]
     p: float
     adjusted_p: float
+    min_share: float = _MIN_SHARE
 
     @property
     def mean(self) -> float:
@@ -90,10 +98,12 @@ class PairedDifference:
         return mean_interval(list(self.by_seed.values()))
 
     @property
-    def is_gain(self) -> bool:
-        """True if the protocol calls the difference a gain."""
-        positive = sum(value > 0 for value in self.by_seed.values())
-        return self.adjusted_p < _LEVEL and self.mean > 0 and positive >= _MIN_SHARE * len(self.by_seed)
+    def verdict(self) -> str:
+        """``gain``, ``loss``, or ``not detected``, as the protocol calls the difference."""
+        signs = [math.copysign(1.0, self.mean) * value > 0 for value in self.by_seed.values()]
+        if self.adjusted_p >= _LEVEL or sum(signs) < self.min_share * len(signs):
+            return "not detected"
+        return "gain" if self.mean > 0 else "loss"
 
     @property
     def text(self) -> str:
@@ -101,8 +111,8 @@ class PairedDifference:
         interval = self.interval
         interval_text = "" if interval is None else " ({:+.3f} to {:+.3f})".format(*interval)
         positive = sum(value > 0 for value in self.by_seed.values())
-        verdict = "yes" if self.is_gain else "no"
-        return f"{self.mean:+.3f}{interval_text}; {positive} of {len(self.by_seed)}; p {self.adjusted_p:.3f}: {verdict}"
+        seeds = f"{positive} of {len(self.by_seed)}"
+        return f"{self.mean:+.3f}{interval_text}; {seeds}; p {self.adjusted_p:.3f}: {self.verdict}"
 
 
 def _mean_reward(runs: Sequence[TunedRun], cell: Cell, seeds: Sequence[int]) -> float:
@@ -158,10 +168,10 @@ def differences(
 
     Args:
         rewards: for each measure and variant, the reward by seed.
-        baseline: the variant without a correction.
+        baseline: the variant that the others are compared with.
     """
     by_comparison = [
-        (measure, variant, {seed: value - by_variant[baseline][seed] for seed, value in by_seed.items()})
+        (measure, variant, _difference(by_seed, by_variant[baseline]))
         for measure, by_variant in rewards.items()
         for variant, by_seed in by_variant.items()
         if variant != baseline
@@ -173,70 +183,172 @@ def differences(
     return result
 
 
+def _difference(rewards: Mapping[int, float], other: Mapping[int, float]) -> dict[int, float]:
+    return {seed: reward - other[seed] for seed, reward in rewards.items()}
+
+
 @dataclass(frozen=True)
-class TunedComparison:
-    """Results of a regime on its confirmation seeds.
+class TunedChoice:
+    """What the search seeds chose.
 
     Attributes:
         regime: the regime.
-        bounds: each variant's bound, chosen on the search seeds.
-        rates: each variant's learning rate, chosen on the search seeds.
-        grid: for each variant and learning rate, the confirmation runs by seed.
-        answers: for each measure, the differences from the variant without a correction.
+        bounds: each variant's bound.
+        rates: each variant's best learning rate at this bound.
+        worst_rates: each variant's worst learning rate at this bound.
+        correction: the best correction, by its reward at the chosen bound and learning rate.
+        alternative: the best variant that is no correction.
     """
 
     regime: Regime
     bounds: Mapping[str, str]
     rates: Mapping[str, float]
+    worst_rates: Mapping[str, float]
+    correction: str
+    alternative: str
+
+    @property
+    def grid(self) -> dict[str, list[Cell]]:
+        """Cells of each variant in the confirmation."""
+        rates = self.regime.learning_rates
+        return {name: [Cell(name, bound, rate) for rate in rates] for name, bound in self.bounds.items()}
+
+    def tuned_cell(self, variant: str) -> Cell:
+        """Return a variant's cell at its chosen learning rate."""
+        return Cell(variant, self.bounds[variant], self.rates[variant])
+
+    @property
+    def confirmation(self) -> list[tuple[Cell, int]]:
+        """Cells and seeds of all confirmation runs."""
+        regime = self.regime
+        primary = [self.tuned_cell(variant) for variant in (self.correction, self.alternative)]
+        further = [seed for seed in regime.primary_seeds if seed not in regime.confirmation_seeds]
+        cells = [cell for row in self.grid.values() for cell in row]
+        return [
+            *((cell, seed) for cell in cells for seed in regime.confirmation_seeds),
+            *((cell, seed) for cell in primary for seed in further),
+        ]
+
+
+def choose(runs: Iterable[TunedRun], regime: Regime) -> TunedChoice:
+    """Choose bounds, learning rates and the two variants of the primary comparison on the search seeds.
+
+    Raises:
+        ConfigError: a run is missing.
+    """
+    search = [run for run in runs if run.seed in regime.search_seeds]
+    bounds = choose_bounds(search, regime)
+    rates = choose_rates(search, regime, bounds)
+
+    def rewards(variant: str) -> dict[float, float]:
+        cells = {rate: Cell(variant, bounds[variant], rate) for rate in regime.learning_rates}
+        return {rate: _mean_reward(search, cell, regime.search_seeds) for rate, cell in cells.items()}
+
+    by_variant = {variant: rewards(variant) for variant in bounds}
+    worst = {variant: min(by_rate, key=by_rate.__getitem__) for variant, by_rate in by_variant.items()}
+
+    def best(*, is_correction: bool) -> str:
+        names = [name for name, variant in regime.variants.items() if variant.is_correction == is_correction]
+        return max(names, key=lambda name: by_variant[name][rates[name]])
+
+    return TunedChoice(regime, bounds, rates, worst, best(is_correction=True), best(is_correction=False))
+
+
+@dataclass(frozen=True)
+class TunedComparison:
+    """Results of a regime on its confirmation seeds.
+
+    Attributes:
+        choice: bounds, learning rates and variants that the search chose.
+        grid: for each variant and learning rate, the confirmation runs by seed.
+        primary: the best correction minus the best alternative, both tuned.
+        answers: for each measure, the differences from the variant without a correction.
+        against_alternative: the same for both measures over the learning rates, of corrections minus the alternative.
+    """
+
+    choice: TunedChoice
     grid: Mapping[str, Mapping[float, Mapping[int, TunedRun]]]
+    primary: PairedDifference
     answers: Mapping[str, Sequence[PairedDifference]]
+    against_alternative: Mapping[str, Sequence[PairedDifference]]
+
+    @property
+    def regime(self) -> Regime:
+        """The regime."""
+        return self.choice.regime
 
 
 def compare_tuned_runs(runs: Iterable[TunedRun], regime: Regime) -> TunedComparison:
     """Choose bounds and learning rates on the search seeds, and compare the variants on the confirmation seeds.
 
     Raises:
-        ConfigError: a run is missing.
+        ConfigError: a run is missing, or the runs of a seed come from several machines or versions.
     """
     runs = list(runs)
-    search = [run for run in runs if run.seed in regime.search_seeds]
-    confirmed = {(run.cell, run.seed): run for run in runs if run.seed in regime.confirmation_seeds}
-    bounds = choose_bounds(search, regime)
-    rates = choose_rates(search, regime, bounds)
-    wanted = [
-        (Cell(variant, bound, rate), seed)
-        for variant, bound in bounds.items()
-        for rate in regime.learning_rates
-        for seed in regime.confirmation_seeds
-    ]
-    if absent := sum(key not in confirmed for key in wanted):
+    _check_machines(runs)
+    choice = choose(runs, regime)
+    by_key = {(run.cell, run.seed): run for run in runs}
+    if absent := sum(key not in by_key for key in choice.confirmation):
         raise ConfigError(f"{absent} runs of the confirmation are missing; train them first")
-    grid: dict[str, dict[float, dict[int, TunedRun]]] = {}
-    for cell, seed in wanted:
-        by_rate = grid.setdefault(cell.variant, {})
-        by_rate.setdefault(cell.learning_rate, {})[seed] = confirmed[cell, seed]
-
-    tuned = {
-        variant: {seed: run.reward for seed, run in by_rate[rates[variant]].items()}
-        for variant, by_rate in grid.items()
+    grid = {
+        variant: {
+            cell.learning_rate: {seed: by_key[cell, seed] for seed in regime.confirmation_seeds} for cell in cells
+        }
+        for variant, cells in choice.grid.items()
     }
-    untuned = {
-        measure: {
+
+    def tuned_rewards(variant: str, seeds: Sequence[int]) -> dict[int, float]:
+        return {seed: by_key[choice.tuned_cell(variant), seed].reward for seed in seeds}
+
+    primary = _difference(
+        *(tuned_rewards(variant, regime.primary_seeds) for variant in (choice.correction, choice.alternative))
+    )
+    p = sign_flip_p(list(primary.values()))
+    tuned = {variant: tuned_rewards(variant, regime.confirmation_seeds) for variant in grid}
+    over_rates = {
+        _MEAN_RATE: {
             variant: {
-                seed: combine([by_seed[seed].reward for by_seed in by_rate.values()])
-                for seed in regime.confirmation_seeds
+                seed: fmean(by_seed[seed].reward for by_seed in by_rate.values()) for seed in regime.confirmation_seeds
             }
             for variant, by_rate in grid.items()
-        }
-        for measure, combine in ((MEAN_RATE, fmean), (WORST_RATE, min))
+        },
+        # The worst learning rate is that of the search: a minimum over each seed's runs would be that of their noise.
+        _WORST_RATE: {
+            variant: {seed: run.reward for seed, run in by_rate[choice.worst_rates[variant]].items()}
+            for variant, by_rate in grid.items()
+        },
     }
-    answers = differences({TUNED: tuned}, regime.baseline) | differences(untuned, regime.baseline)
-    return TunedComparison(regime, bounds, rates, grid, answers)
+    compared = [
+        name for name, variant in regime.variants.items() if variant.is_correction or name == choice.alternative
+    ]
+    return TunedComparison(
+        choice,
+        grid,
+        PairedDifference(choice.correction, primary, p, p, min_share=0.0),
+        differences({_TUNED: tuned}, regime.baseline) | differences(over_rates, regime.baseline),
+        differences(
+            {measure: {name: by_variant[name] for name in compared} for measure, by_variant in over_rates.items()},
+            choice.alternative,
+        ),
+    )
+
+
+def _check_machines(runs: Iterable[TunedRun]) -> None:
+    by_seed: dict[int, set[str]] = {}
+    for run in runs:
+        facts = run.curves.facts
+        by_seed.setdefault(run.seed, set()).add(f"{facts.get('machine')}, {facts.get('versions')}")
+    for seed, machines in by_seed.items():
+        if len(machines) > 1:
+            raise ConfigError(
+                f"the runs of seed {seed} come from several machines or versions ({'; '.join(sorted(machines))}), so "
+                "they can't be paired; train all runs of a seed on one"
+            )
 
 
 def comparison_tables(comparison: TunedComparison) -> str:
-    """Return three Markdown tables: rewards by learning rate, other measures over all of them, and the answers."""
-    regime, grid = comparison.regime, comparison.grid
+    """Return the primary result, and four Markdown tables: rewards, other measures, and both kinds of differences."""
+    choice, regime, grid = comparison.choice, comparison.regime, comparison.grid
     rewards = {
         variant: {rate: [run.reward for run in by_seed.values()] for rate, by_seed in by_rate.items()}
         for variant, by_rate in grid.items()
@@ -244,45 +356,65 @@ def comparison_tables(comparison: TunedComparison) -> str:
     reward_rows = [
         [
             variant,
-            comparison.bounds[variant],
+            choice.bounds[variant],
             *(f"{fmean(values):.3f} ({min(values):.3f})" for values in by_rate.values()),
-            f"{comparison.rates[variant]:g}",
+            f"{choice.rates[variant]:g}",
+            f"{choice.worst_rates[variant]:g}",
         ]
         for variant, by_rate in rewards.items()
     ]
-    reward_head = ["variant", "bound", *(f"at {rate:g}" for rate in regime.learning_rates), "chosen rate"]
+    reward_head = ["variant", "bound", *(f"at {rate:g}" for rate in regime.learning_rates), "chosen", "worst"]
     measure_rows = [
-        [variant, *_other_measures([run.curves for by_seed in by_rate.values() for run in by_seed.values()])]
+        [
+            variant,
+            *_other_measures([run.curves for run in by_rate[choice.rates[variant]].values()]),
+            *_count_failures([run.curves for by_seed in by_rate.values() for run in by_seed.values()]),
+        ]
         for variant, by_rate in grid.items()
     ]
-    measure_head = ["variant", "best 10 steps", "validation", "entropy", "gradient norm", "died", "collapsed"]
-    answers = {measure: {row.variant: row.text for row in rows} for measure, rows in comparison.answers.items()}
-    answer_rows = [
-        [variant, *(by_variant[variant] for by_variant in answers.values())]
-        for variant in grid
-        if variant != regime.baseline
+    measure_head = [
+        *("variant", "all steps", "best 10 steps", "validation", "entropy", "gradient norm"),
+        *("died, all rates", "collapsed, all rates"),
     ]
+    primary = comparison.primary
     return "\n\n".join(
         (
+            f"**{choice.correction} minus {choice.alternative}**, both tuned, over {len(primary.by_seed)} seeds: "
+            f"{primary.text}.",
             markdown_table(reward_head, reward_rows),
             markdown_table(measure_head, measure_rows),
-            markdown_table([f"minus {regime.baseline}", *answers], answer_rows),
+            _difference_table(f"minus {regime.baseline}", comparison.answers),
+            _difference_table(f"minus {choice.alternative}", comparison.against_alternative),
         )
     )
 
 
+def _difference_table(title: str, answers: Mapping[str, Sequence[PairedDifference]]) -> str:
+    by_measure = {measure: {row.variant: row.text for row in rows} for measure, rows in answers.items()}
+    names = next(iter(by_measure.values()))
+    rows = [[name, *(texts[name] for texts in by_measure.values())] for name in names]
+    return markdown_table([title, *by_measure], rows)
+
+
 def _other_measures(curves: Sequence[RunCurves]) -> tuple[str, ...]:
-    """Return the protocol's other measures: means over the runs, and how many of them died and collapsed."""
+    """Return the means of the protocol's other measures over runs."""
     validation = [value for run in curves for value in run.series("validation/reward")[-1:] if value == value]
     ends = {
         metric: fmean(value for run in curves for value in run.series(metric)[-WINDOW:])
         for metric in ("approx_entropy", "grad_norm")
     }
     return (
+        f"{fmean(fmean(run.series('reward')) for run in curves):.3f}",
         f"{fmean(best_reward(run.series('reward')) for run in curves):.3f}",
         f"{fmean(validation):.3f}" if validation else "–",
         f"{ends['approx_entropy']:.2f}",
         f"{ends['grad_norm']:.2f}",
+    )
+
+
+def _count_failures(curves: Sequence[RunCurves]) -> tuple[str, str]:
+    """Return how many runs died, and how many collapsed."""
+    return (
         f"{sum(has_died(run) for run in curves)} of {len(curves)}",
         f"{sum(has_collapsed(run.series('reward')) for run in curves)} of {len(curves)}",
     )

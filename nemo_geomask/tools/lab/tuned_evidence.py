@@ -9,6 +9,7 @@ has regimes, variants and bounds.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +20,13 @@ from nemo_geomask.optional import require
 from nemo_geomask.tools.lab.curve_files import read_columns, write_columns
 from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.run_queue import train
-from nemo_geomask.tools.lab.run_store import Run, RunCurves
+from nemo_geomask.tools.lab.run_store import Run, RunCurves, flatten_settings
 from nemo_geomask.tools.lab.train_recipe import parse_seeds, plan_runs
 from nemo_geomask.tools.lab.tuned_comparison import (
     Cell,
     TunedRun,
+    choose,
     choose_bounds,
-    choose_rates,
     compare_tuned_runs,
     comparison_tables,
 )
@@ -33,7 +34,7 @@ from nemo_geomask.tools.lab.tuned_plot import draw_comparison
 from nemo_geomask.tools.lab.tuned_regimes import Regime, read_regimes
 from nemo_geomask.tools.shared.markdown import replace_marked_text
 
-__all__ = ["Stage", "load_tuned_runs", "plan_stage", "write_tuned_runs"]
+__all__ = ["Stage", "check_settings", "load_tuned_runs", "plan_stage", "with_missing_steps", "write_tuned_runs"]
 
 Stage = Literal["bound", "rate", "confirm"]
 """Stage of the protocol.
@@ -60,25 +61,16 @@ def plan_stage(
     Raises:
         ConfigError: a run of an earlier stage is missing, or a seed does not belong to the stage.
     """
-    stage_seeds = regime.confirmation_seeds if stage == "confirm" else regime.search_seeds
+    wanted = _wanted_cells(regime, stage, runs)
+    stage_seeds = list(dict.fromkeys(seed for _, seed in wanted))
     chosen_seeds = stage_seeds if seeds is None else seeds
     if foreign := sorted(set(chosen_seeds) - set(stage_seeds)):
-        raise ConfigError(f"--seeds: {foreign} are not seeds of the stage '{stage}', which has {list(stage_seeds)}")
-    search = [run for run in runs if run.seed in regime.search_seeds]
-    if stage == "bound":
-        cells = [
-            Cell(variant.name, bound, regime.search_rate)
-            for variant in regime.variants.values()
-            for bound in variant.bounds
-        ]
-    else:
-        bounds = choose_bounds(search, regime)
-        if stage == "confirm":
-            choose_rates(search, regime, bounds)  # raises if a run is missing
-        cells = [Cell(name, bound, rate) for name, bound in bounds.items() for rate in regime.learning_rates]
-    seed_text = ",".join(map(str, chosen_seeds))
+        raise ConfigError(f"--seeds: {foreign} are not seeds of the stage '{stage}', which has {stage_seeds}")
     planned: dict[Cell, list[Run]] = {}
-    for position, cell in enumerate(cells):
+    for position, cell in enumerate(dict.fromkeys(cell for cell, _ in wanted)):
+        cell_seeds = [seed for other, seed in wanted if other == cell and seed in chosen_seeds]
+        if not cell_seeds:
+            continue
         variant = regime.variants[cell.variant]
         overrides = [*regime.overrides, *variant.bounds[cell.bound], f"policy.lr={cell.learning_rate:g}"]
         planned[cell] = [
@@ -88,12 +80,57 @@ def plan_stage(
                 overrides,
                 compare=variant.compare,
                 vary=(),
-                seeds=seed_text,
+                seeds=",".join(map(str, cell_seeds)),
                 loss_from=None,
                 out=out,
             )
         ]
     return planned
+
+
+def _wanted_cells(regime: Regime, stage: Stage, runs: Iterable[TunedRun]) -> list[tuple[Cell, int]]:
+    """Return cell and seed of each run of a stage."""
+    search = [run for run in runs if run.seed in regime.search_seeds]
+    if stage == "confirm":
+        return choose(search, regime).confirmation
+    if stage == "rate":
+        bounds = choose_bounds(search, regime)
+        cells = [Cell(name, bound, rate) for name, bound in bounds.items() for rate in regime.learning_rates]
+    else:
+        cells = [
+            Cell(variant.name, bound, regime.search_rate)
+            for variant in regime.variants.values()
+            for bound in variant.bounds
+        ]
+    return [(cell, seed) for cell in cells for seed in regime.search_seeds]
+
+
+def check_settings(stored: Iterable[TunedRun], planned: Mapping[Cell, Sequence[Run]]) -> None:
+    """Check that stored runs have the settings that the plan gives to their cell.
+
+    Raises:
+        ConfigError: a stored run has others, for example because the recipe was edited since.
+    """
+    for run in stored:
+        plan = next(iter(planned.get(run.cell, ())), None)
+        settings = run.curves.facts.get("settings")
+        if plan is None or settings is None:
+            continue
+        expected, found = flatten_settings(plan.settings), flatten_settings(settings)
+        differ = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+        if differ:
+            raise ConfigError(
+                f"the stored run of '{run.cell.label}' on seed {run.seed} has other settings than the plan: "
+                + ", ".join(f"{key}: {found.get(key)} instead of {expected.get(key)}" for key in differ)
+            )
+
+
+def with_missing_steps(curves: RunCurves, steps: int) -> RunCurves:
+    """Return the curves of a run that raised an error, in which each missing step has a reward of 0."""
+    absent = steps - curves.steps
+    fills = {"reward": 0.0, "approx_entropy": 0.0, "grad_norm": 0.0}
+    columns = {name: [*curves.series(name), *[fills.get(name, math.nan)] * absent] for name in _METRICS}
+    return RunCurves({**curves.facts, "finished": True}, {"step": list(range(1, steps + 1)), **columns})
 
 
 def write_tuned_runs(runs: Iterable[TunedRun], path: Path) -> None:
@@ -144,6 +181,7 @@ def _train_stage(regime: Regime, stage: Stage, arguments: argparse.Namespace) ->
     stored_keys = {(run.cell, run.seed) for run in stored}
     seeds = parse_seeds(arguments.seeds) if arguments.seeds else None
     planned = plan_stage(regime, stage, stored, arguments.out / regime.name, seeds)
+    check_settings(stored, planned)
     # All runs of a seed come from one machine, so one seed is finished before the next one begins.
     missing = sorted(
         ((run.recipe.grpo.seed, cell, run) for cell, runs in planned.items() for run in runs),
@@ -156,11 +194,15 @@ def _train_stage(regime: Regime, stage: Stage, arguments: argparse.Namespace) ->
     complete = train(
         [run for *_, run in missing], Progress(console, len({seed for seed, *_ in missing})), jobs=arguments.jobs
     )
-    finished = [
-        TunedRun(cell, RunCurves.read(run.steps_file))
-        for _, cell, run in missing
-        if run.steps_file.exists() and run.finished
-    ]
+    finished = []
+    for _, cell, run in missing:
+        if not run.steps_file.exists():
+            continue
+        curves = RunCurves.read(run.steps_file)
+        if "error" in curves.facts:
+            curves = with_missing_steps(curves, run.recipe.grpo.max_num_steps)
+        if curves.finished:
+            finished.append(TunedRun(cell, curves))
     write_tuned_runs([*stored, *finished], path)
     return complete
 

@@ -31,7 +31,7 @@ def draw_comparison(comparison: TunedComparison, path: Path) -> None:
             shifted, [min(r) for r in rewards], [max(r) for r in rewards], color=look["color"], alpha=0.35, linewidth=2
         )
         rate_axes.plot(shifted, means, linewidth=1.8, marker="o", markersize=4, label=name, **look)
-        chosen = rates.index(comparison.rates[variant])
+        chosen = rates.index(comparison.choice.rates[variant])
         rate_axes.plot(shifted[chosen], means[chosen], "o", color=look["color"], markersize=9, fillstyle="none")
         chance = next(iter(by_rate[rates[0]].values())).curves.facts["chance"]
     rate_axes.axhline(chance, color="0.35", linewidth=1, linestyle=":", label=f"chance ({chance:.3f})")

@@ -22,12 +22,14 @@ class TunedVariant:
         compare: its SPEC, as ``--compare`` of ``nemo-geomask lab`` takes it.
         bounds: for each bound, by its name in tables, the overrides that set it.
         published: name of the bound that the source publishes.
+        is_correction: True for a correction; False for what a user has without one, such as PPO's clip.
     """
 
     name: str
     compare: str
     bounds: Mapping[str, Sequence[str]]
     published: str
+    is_correction: bool
 
     def __post_init__(self) -> None:
         if self.published not in self.bounds:
@@ -46,7 +48,8 @@ class Regime:
         learning_rates: the grid, ascending.
         search_rate: learning rate at which the bounds are searched.
         search_seeds: seeds of the search.
-        confirmation_seeds: seeds of the confirmation.
+        confirmation_seeds: seeds of the confirmation, on which every variant is run.
+        primary_seeds: seeds of the primary comparison, the confirmation's among them.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Regime:
     search_rate: float
     search_seeds: Sequence[int]
     confirmation_seeds: Sequence[int]
+    primary_seeds: Sequence[int]
 
     @property
     def baseline(self) -> str:
@@ -72,7 +76,7 @@ def read_regimes(path: Path) -> dict[str, Regime]:
     """
     data = tomllib.loads(path.read_text(encoding="utf-8"))
     rates, search_rate = data.pop("learning_rates"), data.pop("search_rate")
-    seeds = {key: parse_seeds(data.pop(key)) for key in ("search_seeds", "confirmation_seeds")}
+    seeds = {key: parse_seeds(data.pop(key)) for key in ("search_seeds", "confirmation_seeds", "primary_seeds")}
     return {
         name: Regime(
             name,

@@ -15,24 +15,33 @@ from nemo_geomask.tools.lab.run_store import RunCurves
 from nemo_geomask.tools.lab.tuned_comparison import (
     Cell,
     TunedRun,
+    choose,
     choose_bounds,
     choose_rates,
     compare_tuned_runs,
     comparison_tables,
     differences,
 )
-from nemo_geomask.tools.lab.tuned_evidence import load_tuned_runs, plan_stage, rewrite_tables, write_tuned_runs
+from nemo_geomask.tools.lab.tuned_evidence import (
+    check_settings,
+    load_tuned_runs,
+    plan_stage,
+    rewrite_tables,
+    with_missing_steps,
+    write_tuned_runs,
+)
 from nemo_geomask.tools.lab.tuned_regimes import Regime, TunedVariant, read_regimes
 
 ROOT = Path(__file__).parents[3]
-RATES, SEARCH, CONFIRM = (1e-3, 2e-3), (1, 2), tuple(range(301, 311))
+RATES, SEARCH, CONFIRM, PRIMARY = (1e-3, 2e-3), (1, 2), tuple(range(301, 311)), tuple(range(301, 317))
 
 
-def regime(published="0", bounds="0", names=("none", "OPSM")):
+def regime(published="0", bounds="0", names=("none", "KL term", "OPSM")):
     variants = {
-        name: TunedVariant(name, f"clipped_pg:{name}", {bound: [] for bound in bounds}, published) for name in names
+        name: TunedVariant(name, f"clipped_pg:{name}", {bound: [] for bound in bounds}, published, name == "OPSM")
+        for name in names
     }
-    return Regime("example", "recipe.yaml", [], variants, RATES, 2e-3, SEARCH, CONFIRM)
+    return Regime("example", "recipe.yaml", [], variants, RATES, 2e-3, SEARCH, CONFIRM, PRIMARY)
 
 
 def run(variant, bound, rate, seed, reward, *, steps=20, norm=1.0):
@@ -98,9 +107,11 @@ def test_differences_are_paired_and_corrected_for_their_number():
     )
     assert gain.p == extreme / 1024 == 2 / 1024
     assert gain.adjusted_p == 2 * gain.p
-    assert gain.is_gain
-    assert not none.is_gain
+    assert gain.verdict == "gain"
+    assert none.verdict == "not detected"
     assert none.adjusted_p == 1.0
+    ((loss, _),) = differences({"tuned": {"none": better, "worse": base, "mixed": mixed}}, "none").values()
+    assert loss.verdict == "loss"
 
 
 def test_a_gain_needs_nine_of_ten_seeds():
@@ -109,49 +120,84 @@ def test_a_gain_needs_nine_of_ten_seeds():
     nine = {seed: -0.001 if seed < 302 else 0.5 for seed in CONFIRM}
     ((of_eight, of_nine),) = differences({"tuned": {"none": base, "eight": eight, "nine": nine}}, "none").values()
     assert of_eight.adjusted_p < 0.05
-    assert not of_eight.is_gain
-    assert of_nine.is_gain
+    assert of_eight.verdict == "not detected"
+    assert of_nine.verdict == "gain"
 
 
 def confirmed_runs():
-    rewards = {("none", 1e-3): 0.4, ("none", 2e-3): 0.1, ("OPSM", 1e-3): 0.4, ("OPSM", 2e-3): 0.35}
+    """Runs in which the mask of the search is no better than the best alternative, the KL term."""
+    rewards = {
+        ("none", 1e-3): 0.4,
+        ("none", 2e-3): 0.1,
+        ("KL term", 1e-3): 0.2,
+        ("KL term", 2e-3): 0.45,
+        ("OPSM", 1e-3): 0.4,
+        ("OPSM", 2e-3): 0.35,
+    }
     runs = [run(name, "0", rate, seed, reward) for (name, rate), reward in rewards.items() for seed in SEARCH]
     # On the confirmation seeds the other learning rate of OPSM would have been better.
     confirmed = {**rewards, ("OPSM", 2e-3): 0.45}
     return runs + [
         run(name, "0", rate, seed, reward + seed * 1e-4, norm=0.0 if name == "none" and rate == 2e-3 else 1.0)
         for (name, rate), reward in confirmed.items()
-        for seed in CONFIRM
+        for seed in PRIMARY
+        # Seeds of the primary comparison alone have its two cells alone.
+        if seed in CONFIRM or (name, rate) in (("KL term", 2e-3), ("OPSM", 1e-3))
     ]
 
 
+def row(table, name):
+    (line,) = (line for line in table.splitlines() if line.startswith(f"| {name} |"))
+    return [cell.strip() for cell in line.split("|")[2:-1]]
+
+
+def test_the_search_chooses_both_sides_of_the_primary_comparison():
+    choice = choose(confirmed_runs(), regime())
+    assert (choice.correction, choice.alternative) == ("OPSM", "KL term")
+    assert choice.rates == {"none": 1e-3, "KL term": 2e-3, "OPSM": 1e-3}
+    assert choice.worst_rates == {"none": 2e-3, "KL term": 1e-3, "OPSM": 2e-3}
+    assert len(choice.confirmation) == len(set(choice.confirmation)) == 3 * 2 * 10 + 2 * 6
+    assert (Cell("OPSM", "0", 1e-3), 316) in choice.confirmation
+    assert (Cell("OPSM", "0", 2e-3), 316) not in choice.confirmation
+
+
 def test_the_tables_use_search_seeds_for_the_choice_alone():
-    rewards, others, answers = comparison_tables(compare_tuned_runs(confirmed_runs(), regime())).split("\n\n")
-
-    def row(table, name):
-        (line,) = (line for line in table.splitlines() if line.startswith(f"| {name} |"))
-        return [cell.strip() for cell in line.split("|")[2:-1]]
-
+    text = comparison_tables(compare_tuned_runs(confirmed_runs(), regime()))
+    primary, rewards, others, answers, against = text.split("\n\n")
+    assert primary.startswith(
+        "**OPSM minus KL term**, both tuned, over 16 seeds: -0.050 (-0.050 to -0.050); 0 of 16; p"
+    )
+    assert primary.endswith(": loss.")
     # A reward is its search value plus the seed's 0.0301 to 0.0310; in brackets the lowest seed's.
-    assert row(rewards, "none") == ["0", "0.431 (0.430)", "0.131 (0.130)", "0.001"]
-    assert row(rewards, "OPSM") == ["0", "0.431 (0.430)", "0.481 (0.480)", "0.001"]
-    # Half of the runs without a correction have no gradient at their end; validation is half of the reward.
-    assert row(others, "none") == ["0.281", "0.140", "1.00", "0.50", "10 of 20", "0 of 20"]
+    assert row(rewards, "none") == ["0", "0.431 (0.430)", "0.131 (0.130)", "0.001", "0.002"]
+    assert row(rewards, "OPSM") == ["0", "0.431 (0.430)", "0.481 (0.480)", "0.001", "0.002"]
+    # At its chosen rate no run died, at the other one all; validation is half of the reward.
+    assert row(others, "none") == ["0.431", "0.431", "0.215", "1.00", "1.00", "10 of 20", "0 of 20"]
     tuned, mean, worst = row(answers, "OPSM")
     assert tuned.startswith("+0.000")
-    assert tuned.endswith(": no")
+    assert tuned.endswith(": not detected")
     assert mean.startswith("+0.175")
-    assert worst.startswith("+0.300")
-    assert mean.endswith(": yes")
-    assert worst.endswith(": yes")
+    # The worst rate of OPSM is that of the search, although the other one is worse here.
+    assert worst.startswith("+0.350")
+    assert mean.endswith(": gain")
+    assert worst.endswith(": gain")
+    assert [cell.split(" ")[0] for cell in row(against, "OPSM")] == ["+0.100", "+0.250"]
 
 
 def test_incomplete_data_are_an_error():
-    runs = [run(name, "0", rate, seed, 0.3) for name in ("none", "OPSM") for rate in RATES for seed in SEARCH]
-    with pytest.raises(ConfigError, match="40 runs of the confirmation are missing"):
+    names = ("none", "KL term", "OPSM")
+    runs = [run(name, "0", rate, seed, 0.3) for name in names for rate in RATES for seed in SEARCH]
+    with pytest.raises(ConfigError, match="72 runs of the confirmation are missing"):
         compare_tuned_runs(runs, regime())
     with pytest.raises(ConfigError, match=r"the run of 'none bound=0 lr=0\.002'"):
         compare_tuned_runs([], regime())
+
+
+def test_runs_of_a_seed_from_two_machines_can_not_be_paired():
+    runs = confirmed_runs()
+    runs[-1].curves.facts["machine"] = "another"
+    with pytest.raises(ConfigError, match="the runs of seed 310 come from several machines"):
+        compare_tuned_runs(runs, regime())
 
 
 def test_the_page_gets_tables_and_a_figure_or_says_that_data_are_missing(tmp_path):
@@ -164,7 +210,9 @@ def test_the_page_gets_tables_and_a_figure_or_says_that_data_are_missing(tmp_pat
     assert "Not enough data: the run of 'none bound=0 lr=0.002' is missing" in rewrite_tables(tmp_path, regimes)
     assert not data.with_suffix(".png").exists()
     write_tuned_runs(confirmed_runs(), data)
-    assert "| OPSM | 0 | 0.431 (0.430) |" in rewrite_tables(tmp_path, regimes)
+    text = rewrite_tables(tmp_path, regimes)
+    assert "**OPSM minus KL term**" in text
+    assert "| OPSM | 0 | 0.431 (0.430) |" in text
     assert data.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -184,7 +232,7 @@ def test_the_protocols_regimes_can_be_planned(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     regimes = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")
     assert {name: len(plan_stage(regime, "bound", [], tmp_path)) for name, regime in regimes.items()} == {
-        "step_size": 16,
+        "step_size": 20,
         "stale": 15,
         "lag_8": 7,
     }
@@ -206,11 +254,26 @@ def test_the_protocols_regimes_can_be_planned(tmp_path, monkeypatch):
     assert {(cell.variant, cell.bound) for cell in by_rate} == {
         (name, list(variant.bounds)[-1]) for name, variant in step_size.variants.items()
     }
-    assert len(by_rate) == 24
+    assert len(by_rate) == 28
     with pytest.raises(ConfigError, match="is missing on seeds"):
         plan_stage(step_size, "confirm", search, tmp_path)
     with pytest.raises(ConfigError, match=r"\[301\] are not seeds of the stage 'rate'"):
         plan_stage(step_size, "rate", search, tmp_path, seeds=[301])
+    # A stored run that was trained with other settings is named with them.
+    cell, (plan, *_) = next(iter(planned.items()))
+    stored = run(cell.variant, cell.bound, cell.learning_rate, 2, 0.3)
+    stored.curves.facts["settings"] = plan.settings
+    check_settings([stored], planned)
+    stored.curves.facts["settings"] = {**plan.settings, "env": {**plan.settings["env"], "modulus": 5}}
+    with pytest.raises(ConfigError, match=r"on seed 2 has other settings than the plan: env\.modulus: 5 instead of 7"):
+        check_settings([stored], planned)
+
+
+def test_the_missing_steps_of_a_run_that_failed_have_no_reward():
+    curves = with_missing_steps(run("none", "0", 1e-3, 1, 0.5, steps=15).curves, 20)
+    assert curves.finished
+    assert curves.series("reward") == [0.5] * 15 + [0.0] * 5
+    assert curves.series("step") == list(range(1, 21))
 
 
 def test_every_variant_that_a_figure_shows_has_its_colour():
