@@ -43,9 +43,9 @@ def select_files(words: Iterable[str]) -> list[str]:
     selected: list[str] = []
     for word in words:
         inside = [name for name in names if name == word or name.startswith(f"{word.rstrip('/')}/")]
-        selected += inside or [word]
-    for name in selected:
-        shipped_file(name)
+        if not inside:
+            shipped_file(word)  # raises the error of an unknown name
+        selected += inside
     return selected or names
 
 

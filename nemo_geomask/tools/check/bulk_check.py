@@ -14,7 +14,6 @@ from nemo_geomask.recipe.input_limits import read_text
 from nemo_geomask.tools.check.check_output import (
     SEVERITIES,
     as_json,
-    count_with_noun,
     finding_lines,
     join_sections,
     unreadable_as_json,
@@ -23,6 +22,7 @@ from nemo_geomask.tools.check.recipe_check import CheckedRecipe, CheckOptions, c
 from nemo_geomask.tools.check.rule import Finding
 from nemo_geomask.tools.shared.json_output import JSON_VERSION
 from nemo_geomask.tools.shared.progress_bar import track
+from nemo_geomask.tools.shared.terminal_tables import count_with_noun
 from nemo_geomask.tools.shared.terminal_text import escape_line
 
 __all__ = ["BulkCheck", "bulk_as_json", "bulk_as_text", "check_many"]

@@ -15,6 +15,7 @@ from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Finding
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, replace_nonfinite
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch, settings_left_open
+from nemo_geomask.tools.shared.terminal_tables import count_with_noun
 from nemo_geomask.tools.shared.terminal_text import escape_line, escape_lines
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ __all__ = [
     "SEVERITIES",
     "as_json",
     "as_text",
-    "count_with_noun",
     "finding_lines",
     "join_sections",
     "list_rules",
@@ -149,11 +149,6 @@ def _settings_left_open(facts: RecipeFacts) -> list[tuple[MismatchSwitch, Any]]:
     if not facts.uses_vllm:
         return []
     return settings_left_open(facts.get, "megatron" if facts.uses_megatron else "dtensor")
-
-
-def count_with_noun(count: int, noun: str) -> str:
-    """Return a count with its noun, in the plural unless the count is 1."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def as_json(checked: CheckedRecipe) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from nemo_geomask.optional import require
 from nemo_geomask.tools.lab.curve_files import read_columns, write_columns
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 
-__all__ = ["COMPUTE_KEYS", "Run", "RunCurves", "flatten_settings", "read_curves", "write_steps"]
+__all__ = ["COMPUTE_KEYS", "Run", "RunCurves", "differing_keys", "flatten_settings", "read_curves", "write_steps"]
 
 _METADATA_KEY = b"nemo_geomask.tools.lab"
 _STEPS = "steps"
@@ -238,11 +238,16 @@ def _distinguish_labels(curves: Sequence[RunCurves]) -> list[RunCurves]:
     for curve in curves:
         settings = flatten_settings(curve.facts["settings"]) | flatten_settings(curve.facts.get("ranks", {}), "lab.")
         first = settings_by_label.setdefault(curve.label, settings)
-        differ = sorted(key for key in settings.keys() | first.keys() if settings.get(key) != first.get(key))
+        differ = differing_keys(settings, first)
         label = " ".join([curve.label, *(f"{key}={settings.get(key)}" for key in differ)])
         relabelled.append(RunCurves({**curve.facts, "label": label}, curve.columns))
     order = list(dict.fromkeys(curve.label for curve in relabelled))
     return sorted(relabelled, key=lambda curve: (order.index(curve.label), curve.seed))
+
+
+def differing_keys(settings: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the keys at which two flat mappings of settings differ; a missing key is None."""
+    return sorted(key for key in settings.keys() | other.keys() if settings.get(key) != other.get(key))
 
 
 def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -189,7 +189,7 @@ def _difference(rewards: Mapping[int, float], other: Mapping[int, float]) -> dic
 
 @dataclass(frozen=True)
 class TunedChoice:
-    """What the search seeds chose.
+    """Bounds, learning rates and the two variants of the primary comparison, as the search seeds chose them.
 
     Attributes:
         regime: the regime.

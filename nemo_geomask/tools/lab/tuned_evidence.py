@@ -20,7 +20,7 @@ from nemo_geomask.optional import require
 from nemo_geomask.tools.lab.curve_files import read_columns, write_columns
 from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.run_queue import train
-from nemo_geomask.tools.lab.run_store import Run, RunCurves, flatten_settings
+from nemo_geomask.tools.lab.run_store import Run, RunCurves, differing_keys, flatten_settings
 from nemo_geomask.tools.lab.train_recipe import parse_seeds, plan_runs
 from nemo_geomask.tools.lab.tuned_comparison import (
     Cell,
@@ -61,14 +61,14 @@ def plan_stage(
     Raises:
         ConfigError: a run of an earlier stage is missing, or a seed does not belong to the stage.
     """
-    wanted = _wanted_cells(regime, stage, runs)
-    stage_seeds = list(dict.fromkeys(seed for _, seed in wanted))
+    stage_runs = _stage_runs(regime, stage, runs)
+    stage_seeds = list(dict.fromkeys(seed for _, seed in stage_runs))
     chosen_seeds = stage_seeds if seeds is None else seeds
     if foreign := sorted(set(chosen_seeds) - set(stage_seeds)):
         raise ConfigError(f"--seeds: {foreign} are not seeds of the stage '{stage}', which has {stage_seeds}")
     planned: dict[Cell, list[Run]] = {}
-    for position, cell in enumerate(dict.fromkeys(cell for cell, _ in wanted)):
-        cell_seeds = [seed for other, seed in wanted if other == cell and seed in chosen_seeds]
+    for position, cell in enumerate(dict.fromkeys(cell for cell, _ in stage_runs)):
+        cell_seeds = [seed for other, seed in stage_runs if other == cell and seed in chosen_seeds]
         if not cell_seeds:
             continue
         variant = regime.variants[cell.variant]
@@ -88,7 +88,7 @@ def plan_stage(
     return planned
 
 
-def _wanted_cells(regime: Regime, stage: Stage, runs: Iterable[TunedRun]) -> list[tuple[Cell, int]]:
+def _stage_runs(regime: Regime, stage: Stage, runs: Iterable[TunedRun]) -> list[tuple[Cell, int]]:
     """Return cell and seed of each run of a stage."""
     search = [run for run in runs if run.seed in regime.search_seeds]
     if stage == "confirm":
@@ -116,12 +116,11 @@ def check_settings(stored: Iterable[TunedRun], planned: Mapping[Cell, Sequence[R
         settings = run.curves.facts.get("settings")
         if plan is None or settings is None:
             continue
-        expected, found = flatten_settings(plan.settings), flatten_settings(settings)
-        differ = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
-        if differ:
+        expected, stored_settings = flatten_settings(plan.settings), flatten_settings(settings)
+        if differ := differing_keys(expected, stored_settings):
             raise ConfigError(
                 f"the stored run of '{run.cell.label}' on seed {run.seed} has other settings than the plan: "
-                + ", ".join(f"{key}: {found.get(key)} instead of {expected.get(key)}" for key in differ)
+                + ", ".join(f"{key}: {stored_settings.get(key)} instead of {expected.get(key)}" for key in differ)
             )
 
 

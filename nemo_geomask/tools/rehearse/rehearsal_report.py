@@ -16,6 +16,7 @@ from nemo_geomask.tools.rehearse.rehearsal import Rehearsal
 from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult, Stage
 from nemo_geomask.tools.rehearse.setting_change import as_override
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, replace_nonfinite
+from nemo_geomask.tools.shared.terminal_tables import count_with_noun
 
 __all__ = ["as_json", "as_text"]
 
@@ -32,8 +33,7 @@ def as_text(rehearsal: Rehearsal) -> list[str]:
     lines = [f"{rehearsal.recipe} through the NeMo-RL in {rehearsal.nemo_rl}, on {device}", ""]
     severities = [finding.rule.severity for finding in rehearsal.findings]
     counts = ", ".join(
-        f"{severities.count(severity)} {severity}{'' if severities.count(severity) == 1 else 's'}"
-        for severity in ("error", "warning", "note")
+        count_with_noun(severities.count(severity), severity) for severity in ("error", "warning", "note")
     )
     lines.append(_row("check", "ran" if rehearsal.plan else "failed", "", counts))
     if rehearsal.plan is not None and rehearsal.outcome is None:

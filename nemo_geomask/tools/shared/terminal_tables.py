@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-__all__ = ["ABSENT", "format_cell", "format_table", "print_table"]
+__all__ = ["ABSENT", "count_with_noun", "format_cell", "format_table", "print_table"]
 
 ABSENT = "–"
 """Text of a cell without a value."""
@@ -85,3 +85,8 @@ def _print_by_rich(
         table.add_row(*(text_module.Text(format_cell(cell)) for cell in row))
     console_module.Console().print(table)
     return True
+
+
+def count_with_noun(count: int, noun: str) -> str:
+    """Return a count with its noun, in the plural unless the count is 1."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
