@@ -28,10 +28,10 @@ from nemo_geomask.tools.lab.tuned_comparison import (
     choose,
     choose_bounds,
     compare_tuned_runs,
-    comparison_tables,
 )
 from nemo_geomask.tools.lab.tuned_plot import draw_comparison
 from nemo_geomask.tools.lab.tuned_regimes import Regime, read_regimes
+from nemo_geomask.tools.lab.tuned_tables import comparison_tables
 from nemo_geomask.tools.shared.markdown import replace_marked_text
 
 __all__ = ["Stage", "check_settings", "load_tuned_runs", "plan_stage", "with_missing_steps", "write_tuned_runs"]

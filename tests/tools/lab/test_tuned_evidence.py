@@ -19,7 +19,6 @@ from nemo_geomask.tools.lab.tuned_comparison import (
     choose_bounds,
     choose_rates,
     compare_tuned_runs,
-    comparison_tables,
     differences,
 )
 from nemo_geomask.tools.lab.tuned_evidence import (
@@ -31,6 +30,7 @@ from nemo_geomask.tools.lab.tuned_evidence import (
     write_tuned_runs,
 )
 from nemo_geomask.tools.lab.tuned_regimes import Regime, TunedVariant, read_regimes
+from nemo_geomask.tools.lab.tuned_tables import comparison_tables
 
 ROOT = Path(__file__).parents[3]
 RATES, SEARCH, CONFIRM, PRIMARY = (1e-3, 2e-3), (1, 2), tuple(range(301, 311)), tuple(range(301, 317))
