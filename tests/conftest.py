@@ -29,6 +29,7 @@ multiprocessing.set_forkserver_preload(
 )
 
 
+@pytest.hookimpl(optionalhook=True)  # the tests of the vLLM environment run without pytest-xdist
 def pytest_xdist_auto_num_workers(config):
     """Start one worker more than there are cores, since many tests wait for processes of their own."""
     return (os.cpu_count() or 1) + 1
