@@ -100,7 +100,7 @@ def check(facts: RecipeFacts, *, ignore: Collection[str] = ()) -> Report:
     findings: list[Finding] = []
     unchecked: list[tuple[Rule, str]] = []
     for rule in RULES:
-        if rule.needs_loss and not facts.has_config:
+        if (rule.needs_loss and not facts.has_config) or (facts.is_lab and not rule.applies_to_lab):
             continue
         unknown = next((name for name in rule.needs if getattr(facts, name) is None), None)
         if unknown is None:

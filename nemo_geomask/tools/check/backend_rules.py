@@ -20,14 +20,15 @@ _RATES = {True: f"{_MEGATRON_OPTIMIZER}.lr", False: "policy.optimizer.kwargs.lr"
 """Key of the learning rate under Megatron, and under DTensor."""
 
 
-def _uses_one_backend(facts: RecipeFacts) -> bool:
-    return facts.uses_megatron != facts.is_true("policy.dtensor_cfg.enabled") and "lab" not in facts.recipe.data
-
-
 def _learning_rate_of_the_other(facts: RecipeFacts) -> Iterator[Hit]:
     unread, read = _RATES[not facts.uses_megatron], _RATES[facts.uses_megatron]
     ignored, used = facts.number(unread), facts.number(read)
-    if not _uses_one_backend(facts) or ignored is None or used is None or math.isclose(ignored, used, rel_tol=0.01):
+    if (
+        facts.uses_megatron == facts.uses_dtensor
+        or ignored is None
+        or used is None
+        or math.isclose(ignored, used, rel_tol=0.01)
+    ):
         return
     # Whoever sets the one that is not read, nearer than the other, believes that it is read.
     if nearest_to_user((read, unread), facts) == unread:
@@ -39,7 +40,7 @@ def _learning_rate_of_the_other(facts: RecipeFacts) -> Iterator[Hit]:
 
 
 def _adapter_of_the_other(facts: RecipeFacts) -> Iterator[Hit]:
-    if not _uses_one_backend(facts):
+    if facts.uses_megatron == facts.uses_dtensor:
         return
     if facts.uses_megatron and facts.is_true(f"{_LORA}.enabled"):
         yield Hit(
@@ -65,7 +66,7 @@ def _tokenizer_of_another_model(facts: RecipeFacts) -> Iterator[Hit]:
     if not isinstance(model, str) or not isinstance(tokenizer, str) or model == tokenizer:
         return
     # Whoever writes both in one file, or the tokenizer last, means the pair.
-    if nearest_to_user((key, model_key), facts) == model_key and "lab" not in facts.recipe.data:
+    if nearest_to_user((key, model_key), facts) == model_key:
         yield Hit(
             key,
             f"{tokenizer} is inherited, but the recipe sets {model_key}: {model}, so ids of one vocabulary go "
@@ -77,7 +78,7 @@ def _microbatch_below_a_sequence(facts: RecipeFacts) -> Iterator[Hit]:
     length_key = "policy.max_total_sequence_length"
     length = facts.number(length_key)
     for section in ("sequence_packing", "dynamic_batching"):
-        if not facts.is_true(f"policy.{section}.enabled") or not length or "lab" in facts.recipe.data:
+        if not facts.is_true(f"policy.{section}.enabled") or not length:
             continue
         for name in ("train_mb_tokens", "logprob_mb_tokens"):
             tokens = facts.number(f"policy.{section}.{name}")
@@ -116,7 +117,7 @@ def _optimizer_precision(facts: RecipeFacts) -> Iterator[Hit]:
 
 
 def _adapter_that_is_refused(facts: RecipeFacts) -> Iterator[Hit]:
-    if not facts.is_true("policy.dtensor_cfg.enabled") or not facts.is_true(f"{_LORA}.enabled"):
+    if not facts.uses_dtensor or not facts.is_true(f"{_LORA}.enabled"):
         return
     if not facts.is_true("policy.dtensor_cfg._v2"):
         yield Hit(f"{_LORA}.enabled", "true needs policy.dtensor_cfg._v2: true; set that, or false")
@@ -130,7 +131,7 @@ def _adapter_that_is_refused(facts: RecipeFacts) -> Iterator[Hit]:
 
 def _unknown_environment(facts: RecipeFacts) -> Iterator[Hit]:
     environments = facts.get("env")
-    if not isinstance(environments, Mapping) or "lab" in facts.recipe.data or facts.is_true("env.should_use_nemo_gym"):
+    if not isinstance(environments, Mapping) or facts.is_true("env.should_use_nemo_gym"):
         return
     for split in ("default", "train", "validation"):
         entries = facts.get(f"data.{split}")
@@ -156,6 +157,7 @@ RULES = (
         f"{_MEGATRON_SETUP} reads `megatron_cfg.optimizer`, {_AUTOMODEL_SETUP.removeprefix('NeMo-RL ')} `optimizer`",
         _learning_rate_of_the_other,
         needs_loss=False,
+        applies_to_lab=False,
     ),
     Rule(
         "GM220",
@@ -164,6 +166,7 @@ RULES = (
         f"{_AUTOMODEL_SETUP} (`lora_cfg`), {_MEGATRON_SETUP.removeprefix('NeMo-RL ')} (`peft`), utils/checkpoint.py",
         _adapter_of_the_other,
         needs_loss=False,
+        applies_to_lab=False,
     ),
     Rule(
         "GM224",
@@ -172,6 +175,7 @@ RULES = (
         "NeMo-RL `get_tokenizer`",
         _tokenizer_of_another_model,
         needs_loss=False,
+        applies_to_lab=False,
     ),
     Rule(
         "GM409",
@@ -180,6 +184,7 @@ RULES = (
         "NeMo-RL data/packing/algorithms.py, `shard_by_batch_size`",
         _microbatch_below_a_sequence,
         needs_loss=False,
+        applies_to_lab=False,
     ),
     Rule(
         "GM341",
@@ -211,5 +216,6 @@ RULES = (
         "data of an environment that the recipe does not have",
         "NeMo-RL `setup_response_data` (data/utils.py)",
         _unknown_environment,
+        applies_to_lab=False,
     ),
 )

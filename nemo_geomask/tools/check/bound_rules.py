@@ -106,7 +106,7 @@ def _few_responses_per_prompt(facts: RecipeFacts) -> Iterator[Hit]:
 def _advantages_of_one_sign(facts: RecipeFacts) -> Iterator[Hit]:
     low_key, high_key = "grpo.advantage_clip_low", "grpo.advantage_clip_high"
     low, high = facts.number(low_key), facts.number(high_key)
-    if facts.algorithm != "grpo" or "lab" in facts.recipe.data:
+    if facts.algorithm != "grpo":
         return
     if low is not None and high is not None and low >= high:
         yield Hit(low_key, f"{low:g} is not below advantage_clip_high: {high:g}, so all advantages are {high:g}")
@@ -193,5 +193,6 @@ RULES = (
         "advantages clipped to one sign",
         "NeMo-RL `_clip_grpo_advantages`",
         _advantages_of_one_sign,
+        applies_to_lab=False,
     ),
 )

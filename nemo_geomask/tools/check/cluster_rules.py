@@ -73,7 +73,7 @@ def _size(key: str, facts: RecipeFacts) -> int:
 
 
 def _vllm_sizes(facts: RecipeFacts) -> Iterator[Hit]:
-    if not facts.uses_vllm or "lab" in facts.recipe.data:
+    if not facts.uses_vllm:
         return
     tp, pp, ep = (_size(f"{_VLLM}.{axis}_parallel_size", facts) for axis in ("tensor", "pipeline", "expert"))
     gpus = _sampling_gpus(facts)
@@ -234,6 +234,7 @@ RULES = (
         "vLLM's parallel sizes that do not fit each other or the GPUs",
         "NeMo-RL `VllmGeneration.__init__`",
         _vllm_sizes,
+        applies_to_lab=False,
     ),
     Rule(
         "GM330",

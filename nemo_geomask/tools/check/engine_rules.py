@@ -74,7 +74,7 @@ def _different_precision(facts: RecipeFacts) -> Iterator[Hit]:
 
 def _moe_without_master_weights(facts: RecipeFacts) -> Iterator[Hit]:
     key, optimizer = "policy.optimizer.name", str(facts.get("policy.optimizer.name"))
-    uses_v2 = facts.is_true("policy.dtensor_cfg.enabled") and facts.is_true("policy.dtensor_cfg._v2")
+    uses_v2 = facts.uses_dtensor and facts.is_true("policy.dtensor_cfg._v2")
     is_automodel_class = facts.moe_key is not None and not facts.is_true(f"{_AUTOMODEL}.force_hf")
     has_master_weights = facts.is_true("policy.optimizer.kwargs.master_weights")
     if not uses_v2 or not is_automodel_class or has_master_weights or not loads_moe_in_bfloat16(facts.nemo_rl):
@@ -153,7 +153,7 @@ def _routes_lost_to_prefix_cache(facts: RecipeFacts) -> Iterator[Hit]:
 
 
 def _uses_dtensor_lora(facts: RecipeFacts) -> bool:
-    return facts.is_true("policy.dtensor_cfg.enabled") and facts.is_true(f"{_LORA}.enabled")
+    return facts.uses_dtensor and facts.is_true(f"{_LORA}.enabled")
 
 
 def _experts_without_adapter(facts: RecipeFacts) -> Iterator[Hit]:

@@ -265,7 +265,7 @@ def deferred_peak(method: str, facts: RecipeFacts, work: OutputWork) -> float | 
 def _large_logits(facts: RecipeFacts) -> Iterator[Hit]:
     shape = shape_of(str(facts.get("policy.model_name", "")))
     work = None if shape is None else output_work_of(facts, shape)
-    if work is None or "lab" in facts.recipe.data:
+    if work is None:
         return
     method = current_method(facts)
     peak = LOGPROB_METHODS[method].peak(work)
@@ -297,5 +297,6 @@ RULES = (
         "logits that take a large part of a GPU's memory",
         "docs/background/performance.md#at-scale",
         _large_logits,
+        applies_to_lab=False,
     ),
 )

@@ -196,7 +196,7 @@ def _positive_nll_without_rewards(facts: RecipeFacts) -> Iterator[Hit]:
 
 def _reset_reference(facts: RecipeFacts) -> Iterator[Hit]:
     key, penalty = "policy.dtensor_cfg._v2", facts.config.reference_policy_kl_penalty
-    uses_v2 = facts.is_true("policy.dtensor_cfg.enabled") and facts.is_true(key)
+    uses_v2 = facts.uses_dtensor and facts.is_true(key)
     if not (uses_v2 and penalty and facts.is_true("checkpointing.enabled")):
         return
     if facts.nemo_rl is not None and not resets_reference_on_resume(facts.nemo_rl):

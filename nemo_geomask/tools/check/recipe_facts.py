@@ -144,9 +144,14 @@ class RecipeFacts:
         return "ppo" if "ppo" in self.recipe.data else "grpo"
 
     @property
+    def is_lab(self) -> bool:
+        """True if the recipe trains in ``nemo-geomask lab``, not in NeMo-RL."""
+        return "lab" in self.recipe.data
+
+    @property
     def has_rewards(self) -> bool:
         """True if the loss gets the rewards of its batch: NeMo-RL passes them in PPO alone, the lab always."""
-        return self.algorithm == "ppo" or "lab" in self.recipe.data
+        return self.algorithm == "ppo" or self.is_lab
 
     @property
     def rollout_size(self) -> int | None:
@@ -188,6 +193,11 @@ class RecipeFacts:
         return self.is_true("policy.megatron_cfg.enabled")
 
     @property
+    def uses_dtensor(self) -> bool:
+        """True if DTensor trains."""
+        return self.is_true("policy.dtensor_cfg.enabled")
+
+    @property
     def tensor_parallel(self) -> int:
         """Tensor-parallel size of the trainer."""
         key = "megatron_cfg.tensor_model_parallel_size" if self.uses_megatron else "dtensor_cfg.tensor_parallel_size"
@@ -197,7 +207,7 @@ class RecipeFacts:
     def moe_key(self) -> str | None:
         """Key whose value shows that the model is a mixture of experts; None if nothing shows it."""
         expert_parallel_keys = ["policy.generation.vllm_cfg.expert_parallel_size"]
-        if self.is_true("policy.dtensor_cfg.enabled"):
+        if self.uses_dtensor:
             expert_parallel_keys.insert(0, "policy.dtensor_cfg.expert_parallel_size")
         if self.uses_megatron:
             expert_parallel_keys.insert(0, "policy.megatron_cfg.expert_model_parallel_size")

@@ -43,6 +43,7 @@ class Rule:
         check: function that yields a :class:`Hit` for each setting concerned.
         needs: attributes of :class:`RecipeFacts` without which the rule can't be checked.
         needs_loss: False if the rule also applies to a recipe that trains no policy loss, such as one of DPO.
+        applies_to_lab: False if the rule is about sections or defaults that a recipe of ``nemo-geomask lab`` lacks.
         may_be_ignored: False if neither ``--ignore`` nor a comment silences the rule.
     """
 
@@ -53,6 +54,7 @@ class Rule:
     check: Callable[[RecipeFacts], Iterator[Hit]]
     needs: tuple[str, ...] = ()
     needs_loss: bool = True
+    applies_to_lab: bool = True
     may_be_ignored: bool = True
 
 

@@ -117,7 +117,7 @@ def _collect_declared_keys(value_type: ValueType, section: str, keys: KeysBySect
 def _unknown_keys(facts: RecipeFacts) -> Iterator[UnknownKey]:
     assert facts.nemo_rl is not None
     example_keys = known_keys(facts.nemo_rl)
-    if not example_keys or "lab" in facts.recipe.data:
+    if not example_keys:
         return
     inherited: KeysBySection = {"": {"defaults", _LOSS}}
     for path, text in nemo_rl_files(facts).items():
@@ -268,6 +268,7 @@ RULES = (
         _misspelled_loss_section,
         needs=("nemo_rl",),
         needs_loss=False,
+        applies_to_lab=False,
     ),
     Rule(
         "GM005",
@@ -277,6 +278,7 @@ RULES = (
         _unknown_section,
         needs=("nemo_rl",),
         needs_loss=False,
+        applies_to_lab=False,
     ),
     Rule(
         "GM006",
@@ -286,5 +288,6 @@ RULES = (
         _unknown_key,
         needs=("nemo_rl",),
         needs_loss=False,
+        applies_to_lab=False,
     ),
 )

@@ -50,7 +50,7 @@ def _fp8_kv_cache(facts: RecipeFacts) -> Iterator[Hit]:
         return
     is_missing = {
         f"{_VLLM}.precision: fp8": facts.get(f"{_VLLM}.precision") != "fp8",
-        f"{_DTENSOR}: false": facts.is_true(_DTENSOR),
+        f"{_DTENSOR}: false": facts.uses_dtensor,
         f"{_VLLM}.async_engine: false": facts.is_true(f"{_VLLM}.async_engine"),
         f"{_PIPELINE}: 1": (facts.number(_PIPELINE) or 1) > 1,
     }
@@ -75,11 +75,10 @@ def _router_replay(facts: RecipeFacts) -> Iterator[Hit]:
 
 
 def _training_backends(facts: RecipeFacts) -> Iterator[Hit]:
-    if "policy" not in facts.recipe.data or "lab" in facts.recipe.data:
+    if "policy" not in facts.recipe.data:
         return
-    uses_dtensor = facts.is_true(_DTENSOR)
-    if facts.uses_megatron == uses_dtensor:
-        quantifier = "both" if uses_dtensor else "neither"
+    if facts.uses_megatron == facts.uses_dtensor:
+        quantifier = "both" if facts.uses_dtensor else "neither"
         yield Hit(_MEGATRON, f"{quantifier} of megatron_cfg and dtensor_cfg are enabled; enable exactly one")
 
 
@@ -182,6 +181,7 @@ RULES = (
         "NeMo-RL `Policy.__init__`",
         _training_backends,
         needs_loss=False,
+        applies_to_lab=False,
     ),
     Rule(
         "GM322",

@@ -18,8 +18,6 @@ _SOURCE = "NeMo-RL `MasterConfig` of the algorithm, which is validated from v0.7
 def _mismatches(facts: RecipeFacts) -> Iterator[RefusedValue]:
     """Yield what NeMo-RL's classes refuse, except in ``loss_fn``, which GM001 checks."""
     assert facts.nemo_rl is not None
-    if "lab" in facts.recipe.data:
-        return
     master = master_section(facts.nemo_rl, facts.recipe.data)
     # Until v0.6.0, NeMo-RL does not validate recipes.
     if master is None or not master.is_model:
@@ -87,6 +85,7 @@ RULES = (
         _wrong_type,
         needs=("nemo_rl",),
         needs_loss=False,
+        applies_to_lab=False,
     ),
     Rule(
         "GM009",
@@ -96,5 +95,6 @@ RULES = (
         _missing_key,
         needs=("nemo_rl",),
         needs_loss=False,
+        applies_to_lab=False,
     ),
 )

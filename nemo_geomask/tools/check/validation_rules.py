@@ -18,7 +18,7 @@ _LARGER_IS_BETTER = ("accuracy", "reward")
 def _validates(facts: RecipeFacts) -> bool:
     """Return True if NeMo-RL validates on batches of its own; NeMo-Gym validates on all its prompts."""
     section = facts.algorithm
-    if "lab" in facts.recipe.data or facts.is_true("env.should_use_nemo_gym"):
+    if facts.is_true("env.should_use_nemo_gym"):
         return False
     switches = (f"{section}.val_at_start", f"{section}.val_at_end")
     return (facts.number(f"{section}.val_period") or 0) > 0 or any(map(facts.is_true, switches))
@@ -55,7 +55,7 @@ def _partial_validation_batch(facts: RecipeFacts) -> Iterator[Hit]:
 def _unranked_checkpoints(facts: RecipeFacts) -> Iterator[Hit]:
     metric = facts.get(_METRIC)
     saves = facts.is_true("checkpointing.enabled") and facts.number("checkpointing.keep_top_k")
-    if not saves or not isinstance(metric, str) or "lab" in facts.recipe.data:
+    if not saves or not isinstance(metric, str):
         return
     name = metric.partition(":")[2]
     if name in _LARGER_IS_BETTER and facts.get("checkpointing.higher_is_better") is False:
@@ -83,7 +83,7 @@ def _unranked_checkpoints(facts: RecipeFacts) -> Iterator[Hit]:
 
 def _unknown_metric(facts: RecipeFacts) -> Iterator[Hit]:
     metric = facts.get(_METRIC)
-    if "lab" in facts.recipe.data or not facts.is_true("checkpointing.enabled") or not isinstance(metric, str):
+    if not facts.is_true("checkpointing.enabled") or not isinstance(metric, str):
         return
     if not metric.startswith(("train:", "val:")):
         yield Hit(
@@ -102,14 +102,29 @@ def _unknown_metric(facts: RecipeFacts) -> Iterator[Hit]:
 _VALIDATE = "NeMo-RL `validate` (grpo.py): `max_val_samples // val_batch_size` batches"
 
 RULES = (
-    Rule("GM216", "error", "validation without a batch", _VALIDATE, _no_validation_batch),
-    Rule("GM217", "warning", "validation samples that are left out", _VALIDATE, _partial_validation_batch),
+    Rule("GM216", "error", "validation without a batch", _VALIDATE, _no_validation_batch, applies_to_lab=False),
+    Rule(
+        "GM217",
+        "warning",
+        "validation samples that are left out",
+        _VALIDATE,
+        _partial_validation_batch,
+        applies_to_lab=False,
+    ),
     Rule(
         "GM218",
         "warning",
         "checkpoints that are not ranked by their metric, or by the wrong end of it",
         "NeMo-RL `CheckpointManager`, `grpo_train`",
         _unranked_checkpoints,
+        applies_to_lab=False,
     ),
-    Rule("GM338", "error", "metric of checkpoints that NeMo-RL does not have", "NeMo-RL `grpo_train`", _unknown_metric),
+    Rule(
+        "GM338",
+        "error",
+        "metric of checkpoints that NeMo-RL does not have",
+        "NeMo-RL `grpo_train`",
+        _unknown_metric,
+        applies_to_lab=False,
+    ),
 )

@@ -37,8 +37,6 @@ _ESTIMATORS = {"grpo": ("grpo", "gdpo", "reinforce_plus_plus", "opd")}
 
 
 def _unknown_precision(facts: RecipeFacts) -> Iterator[Hit]:
-    if "lab" in facts.recipe.data:
-        return
     places = {"policy.precision": tuple(_PRECISIONS)}
     if facts.uses_vllm:
         places[f"{_GENERATION}.vllm_cfg.precision"] = _VLLM_PRECISIONS
@@ -52,7 +50,7 @@ def _unknown_precision(facts: RecipeFacts) -> Iterator[Hit]:
 def _sampling_out_of_range(facts: RecipeFacts) -> Iterator[Hit]:
     key = f"{_GENERATION}.temperature"
     temperature = facts.number(key)
-    if temperature is not None and temperature <= 0 and "lab" not in facts.recipe.data:
+    if temperature is not None and temperature <= 0 and not facts.is_lab:
         yield Hit(
             key,
             f"{temperature:g}: training divides the logits by the temperature, so all log-probs would be NaN, and "
@@ -70,8 +68,6 @@ def _sampling_out_of_range(facts: RecipeFacts) -> Iterator[Hit]:
 
 
 def _unknown_name(facts: RecipeFacts) -> Iterator[Hit]:
-    if "lab" in facts.recipe.data:
-        return
     places = {f"{_GENERATION}.backend": tuple(GENERATION_CLASSES)}
     if facts.algorithm in _ESTIMATORS:
         places[f"{facts.algorithm}.adv_estimator.name"] = _ESTIMATORS[facts.algorithm]
@@ -84,8 +80,6 @@ def _unknown_name(facts: RecipeFacts) -> Iterator[Hit]:
 
 def _not_positive(facts: RecipeFacts) -> Iterator[Hit]:
     keys = [key.format(algorithm=facts.algorithm) for key in _POSITIVE]
-    if "lab" in facts.recipe.data:
-        return
     if (facts.number(f"{facts.algorithm}.val_period") or 0) > 0:
         keys.append(f"{facts.algorithm}.val_batch_size")
     for key in keys:
@@ -111,6 +105,7 @@ RULES = (
         "NeMo-RL `STRING_TO_DTYPE` (automodel/setup.py), `dtype_map` (megatron/setup.py); vLLM `dtype`",
         _unknown_precision,
         needs_loss=False,
+        applies_to_lab=False,
     ),
     Rule(
         "GM323",
@@ -126,6 +121,7 @@ RULES = (
         "generation backend or advantage estimator that NeMo-RL does not have",
         "NeMo-RL `grpo.setup`, `_create_advantage_estimator`",
         _unknown_name,
+        applies_to_lab=False,
     ),
     Rule(
         "GM325",
@@ -142,5 +138,6 @@ RULES = (
         "NeMo-RL `grpo_train`, `shard_by_batch_size`; vLLM",
         _not_positive,
         needs_loss=False,
+        applies_to_lab=False,
     ),
 )
