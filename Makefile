@@ -55,8 +55,9 @@ $(VENV)/.test: pyproject.toml $(VENV)/.torch
 demo: $(VENV)/.demo
 	$(BIN)/nemo-geomask lab recipes/lab/demo.yaml $(ARGS)
 
-# A worker a core and one more (tests/conftest.py), each with one thread. More than 8 only wait.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+# Workers as tests/conftest.py says, each with one thread. More than 8 only wait. Bytecode is kept, even if the
+# environment says otherwise: hundreds of processes would compile the same modules.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 test: $(VENV)/.test
 	$(PYTEST) $(ARGS)

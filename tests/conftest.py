@@ -4,15 +4,10 @@ import multiprocessing
 import os
 
 import pytest
-import torch
 from hypothesis import settings
 
 # Their asserts say what they compared, as those of test modules do.
 pytest.register_assert_rewrite("tests.helpers")
-
-# Triton asks when it is imported; the processes that tests start inherit it.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 # Ranks and the lab's processes are forked from one process that has imported these, so that none imports them again.
 multiprocessing.set_forkserver_preload(
@@ -29,10 +24,19 @@ multiprocessing.set_forkserver_preload(
 )
 
 
+def pytest_collection(session):
+    """Let Triton, which asks when it is imported, interpret its kernels where there is no GPU."""
+    if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None):
+        import torch  # takes seconds, and the process that hands out the tests needs none of it
+
+        if not torch.cuda.is_available():
+            os.environ["TRITON_INTERPRET"] = "1"
+
+
 @pytest.hookimpl(optionalhook=True)  # the tests of the vLLM environment run without pytest-xdist
 def pytest_xdist_auto_num_workers(config):
-    """Start one worker more than there are cores, since many tests wait for processes of their own."""
-    return (os.cpu_count() or 1) + 1
+    """Start a worker a core; and one more for the slow tests, many of which wait for processes of their own."""
+    return (os.cpu_count() or 1) + (config.option.markexpr != "not slow")
 
 
 # As many examples as a look at each setting is worth; `make quick` asks for its own.
@@ -44,6 +48,8 @@ settings.load_profile("whole")
 @pytest.fixture
 def default_dtype():
     """Sets torch's default dtype until the test ends."""
+    import torch
+
     before = torch.get_default_dtype()
     yield torch.set_default_dtype
     torch.set_default_dtype(before)

@@ -87,7 +87,11 @@ def test_data_that_requires_grad_changes_nothing():
     assert all(value.grad is None for value in live.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.bfloat16, torch.float16)] + [torch.float64],
+    ids=str,
+)
 @every_variant
 def test_the_default_dtype_plays_no_part(name, dtype):
     batch = batches.rollouts(1)

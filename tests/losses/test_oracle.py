@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -45,29 +46,29 @@ TRUNCATIONS = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("variant", VARIANTS)
+def _pairs(settings: Iterable[str], variants: Iterable[str] = VARIANTS) -> list[Any]:
+    """Every variant with every setting; for a quick look each variant with two, and so that each setting is there."""
+    settings, variants = list(settings), list(variants)
+    return [
+        pytest.param(variant, setting, marks=() if (index - place) % len(settings) < 2 else pytest.mark.slow)
+        for place, variant in enumerate(variants)
+        for index, setting in enumerate(settings)
+    ]
+
+
+@pytest.mark.parametrize(("variant", "level"), _pairs(LEVELS))
 def test_variant_by_level(variant, level):
     agree(merged(variant, LEVELS[level]), batches.rollouts(1))
 
 
-def _masked() -> list[Any]:
-    """Every variant with every mask; for a quick look each variant with two, and so that each mask is there."""
-    masks, variants = list(MASKS), list(VARIANTS)
-    return [
-        pytest.param(variant, mask, marks=() if (index - place) % len(masks) < 2 else pytest.mark.slow)
-        for place, variant in enumerate(variants)
-        for index, mask in enumerate(masks)
-    ]
-
-
-@pytest.mark.parametrize(("variant", "mask"), _masked())
+@pytest.mark.parametrize(("variant", "mask"), _pairs(MASKS))
 def test_variant_by_mask(variant, mask):
     agree(merged(variant, {"masks": [MASKS[mask]]}), batches.rollouts(1))
 
 
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "cispo_flag"])
+@pytest.mark.parametrize(
+    ("variant", "normalization"), _pairs(NORMALIZATIONS, [name for name in VARIANTS if name != "cispo_flag"])
+)
 def test_variant_by_normalization(variant, normalization):
     agree(merged(variant, NORMALIZATIONS[normalization]), batches.rollouts(1))
 
@@ -264,6 +265,7 @@ def test_nonfinite_input(variant, key, nonfinite):
         assert expected.metrics["geomask/dropped_sequences"] == (2 if nonfinite == "drop_sequence" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("variant", [name for name, config in VARIANTS.items() if "name" not in config])
 def test_fractional_sample_mask(variant, level):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import CommDebugMode
 
 from nemo_geomask.errors import ArgumentError, DataError, RanksDisagreeError, ShapeError
 from nemo_geomask.parallel import linear_logprobs, vocab_parallel_logprobs
@@ -170,6 +169,7 @@ def test_same_bits_every_time():
         assert np.array_equal(mine, other)
 
 
+@pytest.mark.slow
 def test_memory_is_a_tile_and_not_the_logits():
     rows, width, size = 1024, 40_000, 64
     draw = torch.Generator().manual_seed(14)
@@ -184,6 +184,7 @@ def test_memory_is_a_tile_and_not_the_logits():
     assert extra <= 0.5 * rows * width * 4  # three tensors of the logits' size where they exist
 
 
+@pytest.mark.slow
 def test_float32_copies_count_as_part_of_the_tile():
     rows, width, size = 64, 20_000, 512
     draw = torch.Generator().manual_seed(15)
@@ -228,6 +229,7 @@ def test_misfits_are_named(change, error, message):
         linear_logprobs(given.pop("hidden"), given.pop("weight"), given.pop("targets"), **given)
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_equal_loops():
     pytest.importorskip("triton", reason="triton is not installed")
     from nemo_geomask.kernels import gpu
@@ -302,6 +304,8 @@ def test_ranks_that_train_other_rows_are_told():
 
 
 def _counted(rank, world):
+    from torch.distributed.tensor.debug import CommDebugMode  # imported here, since it takes a second
+
     problem = case(19, rows=16, width=16)
     found = []
     for sequence_parallel in (False, True):

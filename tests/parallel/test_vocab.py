@@ -139,7 +139,7 @@ def test_leading_dimensions_that_do_not_merge():
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of Triton's interpreter, on the way to -inf
-@pytest.mark.parametrize("kernel", ["torch", "triton"])
+@pytest.mark.parametrize("kernel", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("valid", [None, 30])
 def test_gradient_in_place_has_the_same_bits(kernel, valid):
     if kernel == "triton":
@@ -306,6 +306,7 @@ def _without_tokens(rank, world):
     return shapes, gradients, no_width.tolist()
 
 
+@pytest.mark.slow
 def test_ranks_without_tokens_or_without_hidden_width_crash_nothing():
     for shapes, gradients, no_width in run_ranks(2, _without_tokens):
         assert shapes == [(0,)] * 6

@@ -139,6 +139,7 @@ def test_prefixes_equal_loops(layout):
     torch.testing.assert_close(torch.stack([value.flatten().double() for value in found]), expected)
 
 
+@pytest.mark.slow
 def test_prefixes_of_131072_tokens_keep_their_digits():
     # Sums that wander, as log-ratios' do; beside them a sequence whose values would cost a common sum all its digits.
     values = 0.05 * torch.randn(131072, generator=torch.Generator().manual_seed(5)) - 0.01

@@ -61,6 +61,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("write", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_module_is_no_traceback(write, module, tmp_path, monkeypatch, capsys):

@@ -146,6 +146,7 @@ def test_bytes_at_the_output_weight_as_a_gpu_held_them():
         assert found + 2 * head.columns * head.hidden == pytest.approx(head.weight_gradient_peak + hidden, rel=0.01)
 
 
+@pytest.mark.slow
 def test_bytes_as_a_cpu_holds_them():
     rows, columns, size = 512, 40_000, 32
     draw = torch.Generator().manual_seed(3)

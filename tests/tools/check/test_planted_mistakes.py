@@ -120,6 +120,7 @@ def test_the_recipes_themselves_are_right(recipe, findings):
     assert [(finding.rule.id, finding.key, finding.message) for finding in findings(recipe, {})] == []
 
 
+@pytest.mark.slow
 def test_mistakes_are_found_at_their_key(findings):
     missed = []
     for mistake in MISTAKES:

@@ -1032,7 +1032,12 @@ CASES = {
         ),
     ],
 }
-PAIRS = [(rule, *pair) for rule, pairs in CASES.items() for pair in pairs]
+# For a quick look, the first pair of each rule.
+PAIRS = [
+    pytest.param(rule, *pair, id=f"{rule}-{index}", marks=pytest.mark.slow if index else ())
+    for rule, pairs in CASES.items()
+    for index, pair in enumerate(pairs)
+]
 
 
 def changed(changes, base=CLEAN):
@@ -1112,7 +1117,7 @@ def test_the_base_of_the_cases_is_clean(findings):
     assert findings({"gpu": "H100", "reads": NEWEST}) == ()
 
 
-@pytest.mark.parametrize(("rule", "fires", "silent"), PAIRS, ids=[f"{rule}-{n}" for n, (rule, *_) in enumerate(PAIRS)])
+@pytest.mark.parametrize(("rule", "fires", "silent"), PAIRS)
 def test_rule_fires_there_and_not_here(rule, fires, silent, findings):
     hits = [finding for finding in findings(fires) if finding.rule.id == rule]
     assert hits, f"{rule} did not fire"
@@ -1415,6 +1420,7 @@ def test_nemo_rls_own_fields_are_the_ones_the_schema_takes_from_it():
     assert own == LOSS_FIELDS
 
 
+@pytest.mark.slow
 class TestExpectation:
     """The closed forms against simulated sequences."""
 
