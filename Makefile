@@ -111,7 +111,7 @@ $(VLLM)/.ready: .ci/vllm-constraints.txt pyproject.toml
 	@touch $@
 
 vllm: $(VLLM)/.ready
-	$(VLLM)/bin/python -m pytest tests/hosts/vllm tests/tools/lab/vllm
+	PYTHONDONTWRITEBYTECODE= $(VLLM)/bin/python -m pytest tests/hosts/vllm tests/tools/lab/vllm
 
 NEMO := .venv-nemo-rl
 NPIP := $(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile

@@ -76,7 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="records or logs of a similar run: use its mismatch and response length, and apply the masks to its last "
-        "batches; logs are converted once, into DIR/geomask-records",
+        "batches; logs are converted once, into DIR/geomask-records unless --cache says otherwise",
+    )
+    parser.add_argument(
+        "--cache", type=Path, metavar="DIR", help="folder of the converted logs of --from, if its own can't be written"
     )
     parser.add_argument(
         "--no-import",
@@ -110,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
             gpu=arguments.gpu,
             mismatch_kl=arguments.mismatch_kl,
             similar_run=arguments.similar_run,
+            cache=arguments.cache,
         )
         if recipe is None:
             return _run_many(paths, options, arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     to_stdout = arguments.json is not None and str(arguments.json) == "-"
     folder = arguments.out or Path("results", "rehearsal", Path(arguments.recipe).stem)
-    progress = _ProgressPrinter()
+    progress = _ProgressPrinter(arguments.steps)
     try:
         rehearsal = rehearse(
             str(find_recipe(arguments.recipe)),
@@ -180,9 +180,14 @@ def _run_probe(arguments: argparse.Namespace, folder: Path, *, to_stdout: bool) 
 
 
 class _ProgressPrinter:
-    """Prints each stage to standard error when it begins, at most once in a row."""
+    """Prints each stage to standard error when it begins, at most once in a row, and how long the steps may still take.
 
-    def __init__(self) -> None:
+    Args:
+        steps: number of steps of a run.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
         self._printed_events = 0
         self._last_line = ""
 
@@ -197,8 +202,16 @@ class _ProgressPrinter:
             if event["kind"] == "begin" and event["stage"] != "metrics":
                 line = f"{event['stage']} ({event['label']})"
             elif event["kind"] == "metrics" and event["prefix"] == "train" and "loss" in event["values"]:
-                line = f"step {event['step']}: loss {event['values']['loss']:.6g}"
+                line = f"step {event['step']} of {self._steps}: loss {event['values']['loss']:.6g}"
+                line += self._time_left(event, events)
             if line and line != self._last_line:
                 print(f"rehearse: {line}", file=sys.stderr, flush=True)
                 self._last_line = line
         self._printed_events = len(events)
+
+    def _time_left(self, step: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> str:
+        """Return the time that the run's other steps take if each takes as long as the last one; empty if unknown."""
+        is_step = [event for event in events if event["kind"] == "metrics" and event["prefix"] == "train"]
+        before = [event["at"] for event in is_step if event["step"] == step["step"] - 1]
+        left = self._steps - step["step"]
+        return f", about {left * (step['at'] - before[-1]):.0f} s left" if before and left > 0 else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 
 __all__ = ["EXIT_STATUS", "add_arguments", "run"]
 
@@ -37,14 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     # Imported here, so that --help does not wait for torch.
+    from nemo_geomask.testing import trials
     from nemo_geomask.testing.plugin_trials import parse_settings, run_trials
+    from nemo_geomask.tools.shared.progress_bar import print_time_left
 
     is_broken = False
-    current_trial = None
+    names: list[str] = []
+    began = time.monotonic()
     for trial, promise, violation in run_trials(arguments.name, parse_settings(arguments.overrides)):
-        if trial != current_trial:
-            print(f"{arguments.name} {trial}")
-            current_trial = trial
+        if trial not in names:
+            if names:
+                print_time_left(len(names), len(trials(arguments.name)), time.monotonic() - began, "trials")
+            names.append(trial)
+            print(f"{arguments.name} {trial}", flush=True)
         is_broken |= bool(violation)
         print(f"  {'BROKEN' if violation else 'ok':6}  {promise}{': ' + violation if violation else ''}", flush=True)
     return 1 if is_broken else 0

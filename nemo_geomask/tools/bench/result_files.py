@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.shared.json_output import to_json
+from nemo_geomask.tools.shared.json_output import JSON_VERSION, to_json
 from nemo_geomask.tools.shared.processor import processor_name
 
 __all__ = ["describe_machine", "read_results", "write_result"]
@@ -59,7 +59,10 @@ def write_result(folder: Path, benchmark: str, result: Mapping[str, Any], device
     name = re.sub(r"[^a-z0-9]+", "-", str(machine["name"]).lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{benchmark}-{name}-{machine['date']}.json"
-    path.write_text(to_json({"benchmark": benchmark, "machine": machine, **result}) + "\n", encoding="utf-8")
+    path.write_text(
+        to_json({"version": JSON_VERSION, "benchmark": benchmark, "machine": machine, **result}) + "\n",
+        encoding="utf-8",
+    )
     return path
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from nemo_geomask.kernels.cpu import empty_gradient
+from nemo_geomask.tools.shared.progress_bar import print_time_left
 
 __all__ = [
     "Clock",
@@ -176,7 +177,8 @@ def measure_cases(
         The results. The result of a case that does not fit into memory has the error and no paths.
     """
     results = []
-    for case in cases:
+    began = time.monotonic()
+    for done, case in enumerate(cases, start=1):
         try:
             result = measure(case)
         except torch.OutOfMemoryError as error:
@@ -184,6 +186,7 @@ def measure_cases(
         free_memory()
         results.append(result)
         report(result)
+        print_time_left(done, len(cases), time.monotonic() - began, "cases")
     return results
 
 

@@ -37,6 +37,7 @@ class CheckOptions:
             :data:`MISMATCH_KL`.
         similar_run: folder with the records or logs of a similar run, in which mismatch and response length are
             measured; None: nothing is measured.
+        cache: folder of the similar run's converted logs; None: a folder beside them.
     """
 
     recipe: str
@@ -45,6 +46,7 @@ class CheckOptions:
     gpu: str | None = None
     mismatch_kl: float | None = None
     similar_run: Path | None = None
+    cache: Path | None = None
 
 
 class MaskForecast(NamedTuple):
@@ -99,7 +101,8 @@ def check_recipe(options: CheckOptions, recipe: Recipe | None = None) -> Checked
         from nemo_geomask.tools.diagnose import measure_run
 
         has_own_loss = facts.loss is not None and not facts.trains_nemo_rl_loss
-        measured = measure_run(options.similar_run, recipe.data.get("loss_fn") if has_own_loss else None)
+        settings = recipe.data.get("loss_fn") if has_own_loss else None
+        measured = measure_run(options.similar_run, settings, options.cache)
         kl = options.mismatch_kl or max(measured.mismatch_kl, _SMALLEST_KL)
         facts = replace(facts, mismatch_kl=kl, measured_tokens=measured.response_tokens)
     return CheckedRecipe(

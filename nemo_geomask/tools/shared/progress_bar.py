@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TextIO, TypeVar
 
-__all__ = ["track"]
+__all__ = ["print_time_left", "track"]
 
 T = TypeVar("T")
 _DELAY = 2.0  # seconds after which the bar appears
@@ -46,6 +46,23 @@ def track(
     finally:
         if is_shown:
             bar.stop()
+
+
+def print_time_left(done: int, total: int, seconds: float, noun: str) -> None:
+    """Print to standard error how many items are done and how long the others will take; nothing if it is no terminal.
+
+    For work whose time is measured, which a bar that is drawn from a thread of its own would disturb, and for work that
+    prints results meanwhile.
+
+    Args:
+        done: number of items that are done, above 0.
+        total: number of items; nothing is printed once all are done.
+        seconds: time that they took.
+        noun: plural for the items.
+    """
+    if sys.stderr.isatty() and done < total:
+        left = seconds / done * (total - done)
+        print(f"{done} of {total} {noun} in {seconds:.0f} s, about {left:.0f} s left", file=sys.stderr, flush=True)
 
 
 def _create_bar(stream: TextIO):  # type: ignore[no-untyped-def]  # rich is not always installed

@@ -308,7 +308,7 @@ class TestFromARun:
             write_log(directory, step, list(log_rows(planted)))
         return directory
 
-    def test_its_mismatch_and_length_are_used(self, write, check, logs):
+    def test_its_mismatch_and_length_are_used(self, write, check, logs, tmp_path):
         recipe = write(recipe="loss_fn: {name: clipped_pg, masks: [{preset: icepop, min: 0.9, max: 1.1}]}\n")
         _, out, _ = check(recipe, "--from", str(logs), "--format", "json")
         output = json.loads(out)
@@ -318,6 +318,9 @@ class TestFromARun:
         assert expected["tokens"] == measured["response_tokens"] < 100
         assert expected["kept"][0]["mismatch_kl"] == measured["mismatch_kl"]
         assert 0.3 < measured["kept"]["icepop"] < 0.99
+        cache = tmp_path / "elsewhere"
+        assert check(recipe, "--from", str(logs), "--cache", str(cache))[0] == 0
+        assert sorted(path.suffix for path in cache.rglob("*.parquet"))
         # The fraction that masks keep is measured even if the recipe's metrics leave it out.
         brief = write(recipe="loss_fn: {name: clipped_pg, metrics: nemo_rl, masks: [{preset: icepop, min: 0.9}]}\n")
         assert json.loads(check(brief, "--from", str(logs), "--format", "json")[1])["measured"]["kept"]

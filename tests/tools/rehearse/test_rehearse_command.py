@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,7 @@ def test_a_run_is_reported(runs, checkout, tmp_path, capsys):
     assert timeout == 600.0
     out, err = capsys.readouterr()
     assert "the loss that trained, by the workers: PolicyLoss(name='clipped_pg'), called 8 times" in out
-    assert "rehearse: step 2: loss 0.5" in err
+    assert "rehearse: step 2 of 2: loss 0.5\n" in err
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert found["ok"] is True
     assert found["metrics"]["2"]["loss"] == 0.5
@@ -129,6 +130,12 @@ def test_a_run_is_reported(runs, checkout, tmp_path, capsys):
     assert Path(environment["TMPDIR"]).parent == Path(settings["ray"])
     for name in ("HF_HOME", "NRL_MEGATRON_CHECKPOINT_DIR", "VLLM_CACHE_ROOT"):
         assert Path(environment[name]).parent == tmp_path / "results" / "rehearsal" / "recipe"
+
+
+def test_the_time_of_the_other_steps_is_estimated(runs, capsys):
+    assert main(["rehearse", "recipe.yaml", "--steps", "3"]) == 1  # the stand-in trains two
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rehearse: step 2 of 3")]
+    assert re.fullmatch(r"rehearse: step 2 of 3: loss 0\.5, about \d+ s left", lines[0])
 
 
 def test_accepted_apis_reach_every_run(runs):

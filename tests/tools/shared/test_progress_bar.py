@@ -2,11 +2,12 @@
 
 import os
 import pty
+import sys
 import threading
 
 import pytest
 
-from nemo_geomask.tools.shared.progress_bar import track
+from nemo_geomask.tools.shared.progress_bar import print_time_left, track
 
 
 class Terminal:
@@ -87,3 +88,12 @@ def test_the_bar_goes_away_with_an_error(monkeypatch):
     with Terminal() as terminal, pytest.raises(ValueError, match="broken"):
         list(track(items(), 3, "reading", delay=0.0, stream=terminal.stream))
     assert terminal.text.endswith("\x1b[2K")
+
+
+def test_time_left_is_that_of_equally_long_items(monkeypatch, capsys):
+    print_time_left(3, 12, 20.0, "cases")
+    assert capsys.readouterr().err == ""  # no terminal
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    print_time_left(3, 12, 20.0, "cases")
+    print_time_left(12, 12, 80.0, "cases")
+    assert capsys.readouterr().err == "3 of 12 cases in 20 s, about 60 s left\n"
