@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS_BY_NAME
     from nemo_geomask.tools.diagnose.html_report import write_report
     from nemo_geomask.tools.diagnose.logged_metrics import metric_series
+    from nemo_geomask.tools.diagnose.logprob_checks import UNSURE_LOGPROB
     from nemo_geomask.tools.diagnose.measured_run import MeasuredRun, measure_run
     from nemo_geomask.tools.diagnose.record_sources import RunFiles, find_run, find_runs
     from nemo_geomask.tools.diagnose.run_statistics import BIN_SUMS, RunStatistics
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BIN_SUMS",
     "DIMENSIONS_BY_NAME",
+    "UNSURE_LOGPROB",
     "MeasuredRun",
     "RunDiagnosis",
     "RunFiles",
@@ -46,6 +48,7 @@ _MODULES = {
     "RunDiagnosis": "verdict",
     "RunFiles": "record_sources",
     "RunStatistics": "run_statistics",
+    "UNSURE_LOGPROB": "logprob_checks",
     "diagnose": "verdict",
     "find_run": "record_sources",
     "find_runs": "record_sources",

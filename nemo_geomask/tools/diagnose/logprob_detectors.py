@@ -51,7 +51,11 @@ def detect_zeros(evidence: Evidence, threshold: float) -> Detection:
         return without_gen if math.isnan(zeros) else max(without_gen, zeros)
 
     explained = fault_mismatch(evidence.sums_after, "zero").plus(fault_mismatch(evidence.sums_after, "missing"))
-    description = "{:.2%} of the unsure tokens have a log-prob of exactly 0"
+    steps = evidence.statistics.steps.values()
+    is_prev_alone = any(sums["zero_prev"] for sums in steps) and not any(sums["zero_gen"] for sums in steps)
+    description = "{:.2%} of the unsure tokens have a log-prob of exactly 0" + (
+        " from the training engine" if is_prev_alone else ""
+    )
     return _detect_in_steps(evidence, share, threshold, description, explained)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS
 from nemo_geomask.errors import GeomaskError
 from nemo_geomask.records.record_schema import require_arrow
-from nemo_geomask.tools.diagnose import diagnose, find_run, survey_run
+from nemo_geomask.tools.diagnose import UNSURE_LOGPROB, diagnose, find_run, survey_run
 
 __all__ = ["HEALTHY", "NONFINITE", "HealthyLimits", "Mismatch", "check_mismatch", "has_experts", "healthy_limits"]
 
@@ -105,6 +105,8 @@ class Mismatch:
         k3: mean of exp(Δ) − 1 − Δ, nats a token.
         above: share of tokens that the trainer finds likelier than the sampler by more than the healthy noise.
         below: share of tokens that the trainer finds less likely by more than the healthy noise.
+        zero_gen: share of tokens with a log-prob of exactly 0 from the sampler where the trainer is unsure.
+        zero_trainer: the same with the engines' roles exchanged.
         tilt: correlation of Δ with the trainer's log-prob over tokens.
         limits: what is healthy.
         cause: fault in a phrase; empty if there is none.
@@ -122,6 +124,8 @@ class Mismatch:
     k3: float = 0.0
     above: float = 0.0
     below: float = 0.0
+    zero_gen: float = 0.0
+    zero_trainer: float = 0.0
     tilt: float = 0.0
     cause: str = ""
     details: str = ""
@@ -137,7 +141,9 @@ class Mismatch:
             return f"not judged: {self.unjudged}"
         if self.cause:
             return f"{self.cause}: {self.details}"
-        return f"healthy: {self.size}"
+        # Only a trainer that filters gets here with zeros.
+        outside = "; the trainer's own top-p or top-k removes {:.2%} of the tokens, and NeMo-RL sets these to 0"
+        return f"healthy: {self.size}{outside.format(self.zero_trainer) if self.zero_trainer else ''}"
 
     @property
     def size(self) -> str:
@@ -170,13 +176,15 @@ def has_experts(model: Path) -> bool:
     return any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
-def check_mismatch(folder: Path, limits: HealthyLimits) -> Mismatch:
+def check_mismatch(folder: Path, limits: HealthyLimits, *, is_filtered: bool = False) -> Mismatch:
     """Diagnose the records in a folder.
 
     Args:
         folder: ``loss_fn.record.dir`` of the rehearsal, or its ``logger.log_dir``, where NeMo-RL logs the same
             log-probs.
         limits: what is healthy.
+        is_filtered: True if the recipe samples with top-p or top-k. NeMo-RL's trainer then filters as well, and sets
+            the log-prob of a token outside its own filter to 0 (``mask_out_neg_inf_logprobs``).
     """
     try:
         run = find_run(folder)
@@ -184,9 +192,9 @@ def check_mismatch(folder: Path, limits: HealthyLimits) -> Mismatch:
         measured = _measure(run.paths(), limits)
     except GeomaskError as error:
         return Mismatch(limits, unjudged=str(error))
+    explains_zeros = _looks_filtered(measured) or (is_filtered and not measured.zero_gen)
     for name, (cause, setting, fix) in _FAULTS.items():
-        # Where a filter leaves a single token, the sampler's log-prob of it is 0.
-        if detections[name].is_shown and not (name == "zero_logprobs" and _is_filtered(measured)):
+        if detections[name].is_shown and not (name == "zero_logprobs" and explains_zeros):
             details, steps = detections[name].description, detections[name].steps
             fault = replace(measured, cause=cause, details=details, setting=setting, fix=fix)
             return replace(fault, since=min(steps, default=None))
@@ -198,8 +206,11 @@ def check_mismatch(folder: Path, limits: HealthyLimits) -> Mismatch:
     return _explain(measured)
 
 
-def _is_filtered(measured: Mismatch) -> bool:
-    """Return True if many tokens are less likely to the trainer and hardly any is likelier, as after top-p or top-k."""
+def _looks_filtered(measured: Mismatch) -> bool:
+    """Return True if many tokens are less likely to the trainer and hardly any is likelier, as after top-p or top-k.
+
+    Where such a filter of the sampler alone leaves a single token, the sampler's log-prob of it is 0.
+    """
     return measured.above <= _MAX_ABOVE and measured.below >= _MIN_BELOW
 
 
@@ -222,6 +233,8 @@ def _measure(files: Sequence[Path], limits: HealthyLimits) -> Mismatch:
         k3=float((np.expm1(np.minimum(delta, 40.0)) - delta).mean()),
         above=float((is_large & (delta > 0)).mean()),
         below=float((is_large & (delta < 0)).mean()),
+        zero_gen=float(((gen == 0) & (trainer < UNSURE_LOGPROB)).mean()),
+        zero_trainer=float(((trainer == 0) & (gen < UNSURE_LOGPROB)).mean()),
         tilt=float(np.mean((delta - delta.mean()) * (trainer - trainer.mean()))) / spread if spread else 0.0,
     )
 
@@ -268,7 +281,7 @@ def _read_log(path: Path) -> dict[str, list[Any]]:
 def _explain(measured: Mismatch) -> Mismatch:
     """Return the measurement with the likely cause of a mismatch that is larger than a healthy one."""
     sides = f"{measured.below:.0%} of the tokens are less likely to the trainer and {measured.above:.0%} likelier"
-    if _is_filtered(measured):
+    if _looks_filtered(measured):
         return replace(
             measured,
             cause="log-probs renormalised by top-p or top-k in the sampler only",

@@ -363,7 +363,8 @@ def _judge(
             str(changed.get(key, facts.get(key)))
             for key in ("policy.precision", "policy.generation.vllm_cfg.precision")
         )
-        mismatch = check_mismatch(source, healthy_limits(trainer, sampler, experts=has_experts(folder / "model")))
+        limits = healthy_limits(trainer, sampler, experts=has_experts(folder / "model"))
+        mismatch = check_mismatch(source, limits, is_filtered=facts.filter_key is not None)
     evidence = RunEvidence(
         events=list(read_events(folder / "events.jsonl")),
         metrics=outcome.metrics,

@@ -279,6 +279,19 @@ def test_missing_log_probs_of_the_engine_are_not_zeros():
     )
 
 
+def test_zeros_of_the_training_engine_are_said_to_be_its_own():
+    for name, words in (("prev", "exactly 0 from the training engine"), ("gen", "a log-prob of exactly 0")):
+        blocks = steps_of(2)
+        for block in blocks:
+            unsure = block.tokens["mask"] & (block.tokens["gen"] < -3) & (block.tokens["prev"] < -3)
+            block.tokens[name][np.flatnonzero(unsure)[::5]] = 0
+        diagnosis = diagnose(run_of(*blocks))
+        assert diagnosis.cause.id == "zero_logprobs"
+        assert diagnosis.detections["zero_logprobs"].description.endswith(words)
+        # What NeMo-RL's trainer does under top-p is one reason.
+        assert "sample with top_p: 1.0" in diagnosis.cause.action
+
+
 def test_a_run_without_old_log_probs_is_not_judged():
     block = planted_step(0, 1, None, 0.0, shape=RunShape(prompts=2))
     block.tokens["prev"][:] = 0

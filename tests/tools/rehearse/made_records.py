@@ -29,6 +29,8 @@ def write_record(folder: Path, step: int, fault: str = "", *, noise: float = 0.0
     gen, prev = (side.gather(-1, tokens[..., None])[..., 0] for side in (sampler, trainer))
     if fault == "shift":
         gen = gen.roll(1, dims=1)
+    if fault in ("zero_prev", "zero_gen"):
+        (prev if fault == "zero_prev" else gen)[0, PROMPT + int(prev[0, PROMPT:].argmin())] = 0.0
     if fault == "nan":
         prev[0, PROMPT] = torch.nan
     mask = torch.zeros(shape, dtype=torch.bool)

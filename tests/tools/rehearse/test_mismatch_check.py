@@ -16,10 +16,10 @@ DENSE = healthy_limits("bfloat16", "bfloat16", experts=False)
 EXACT = healthy_limits("float32", "float32", experts=False)
 
 
-def diagnosed(folder, fault="", limits=DENSE, **how):
+def diagnosed(folder, fault="", limits=DENSE, *, is_filtered=False, **how):
     for step in (1, 2, 3):
         write_record(folder, step, fault, **how)
-    return check_mismatch(folder, limits)
+    return check_mismatch(folder, limits, is_filtered=is_filtered)
 
 
 def test_healthy_records(tmp_path):
@@ -45,6 +45,16 @@ def test_each_fault_by_its_name(tmp_path, fault, cause, setting):
     assert setting in found.setting
     assert found.details
     assert found.fix
+
+
+def test_a_trainer_that_filters_sets_what_it_removes_to_0(tmp_path):
+    assert "of exactly 0" in diagnosed(tmp_path, "zero_prev").cause
+    found = diagnosed(tmp_path, "zero_prev", is_filtered=True)
+    assert found.cause == ""
+    assert found.zero_trainer == pytest.approx(1 / (8 * 14))
+    assert "the trainer's own top-p or top-k removes 0.89% of the tokens" in found.sentence
+    # The sampler returns a log-prob for each token that it samples, filtered or not.
+    assert "of exactly 0" in diagnosed(tmp_path, "zero_gen", is_filtered=True).cause
 
 
 def test_a_mismatch_of_bfloat16_is_none_of_float32(tmp_path):
