@@ -155,16 +155,19 @@ class Mismatch:
         )
 
 
-def healthy_limits(trainer: str, sampler: str, *, experts: bool) -> HealthyLimits:
+def healthy_limits(trainer: str, sampler: str, *, experts: bool, temperature: float = 1.0) -> HealthyLimits:
     """Return the limits for a trainer's and a sampler's precision.
 
     Args:
         trainer: ``policy.precision``.
         sampler: ``policy.generation.vllm_cfg.precision``.
         experts: True for a mixture of experts.
+        temperature: ``policy.generation.temperature``. Both engines divide their logits by it, and so the noise; the
+            limits were measured at 1.
     """
     both_exact = trainer == sampler == "float32"
-    return HEALTHY["float32" if both_exact else "bfloat16", experts]
+    limits = HEALTHY["float32" if both_exact else "bfloat16", experts]
+    return replace(limits, noise=limits.noise / temperature) if 0 < temperature < 1 else limits
 
 
 def has_experts(model: Path) -> bool:

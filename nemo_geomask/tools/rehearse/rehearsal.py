@@ -363,7 +363,8 @@ def _judge(
             str(changed.get(key, facts.get(key)))
             for key in ("policy.precision", "policy.generation.vllm_cfg.precision")
         )
-        limits = healthy_limits(trainer, sampler, experts=has_experts(folder / "model"))
+        experts = has_experts(folder / "model")
+        limits = healthy_limits(trainer, sampler, experts=experts, temperature=facts.temperature)
         mismatch = check_mismatch(source, limits, is_filtered=facts.filter_key is not None)
     evidence = RunEvidence(
         events=list(read_events(folder / "events.jsonl")),

@@ -68,6 +68,13 @@ def test_float32_limits_hold_only_where_both_engines_are_exact():
     assert EXACT.noise < DENSE.noise
 
 
+def test_noise_on_the_logits_is_divided_by_the_temperature(tmp_path):
+    tempered = healthy_limits("bfloat16", "bfloat16", experts=False, temperature=0.5)
+    assert (tempered.noise, tempered.far) == (2 * DENSE.noise, DENSE.far)
+    assert "larger mismatch" in diagnosed(tmp_path, noise=0.12).cause
+    assert diagnosed(tmp_path, limits=tempered, noise=0.12).cause == ""
+
+
 def test_nothing_to_judge_by(tmp_path):
     assert "no such folder" in check_mismatch(tmp_path / "none", DENSE).sentence
     write_record(tmp_path, 1, sequences=1)
