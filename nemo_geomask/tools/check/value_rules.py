@@ -34,6 +34,8 @@ _POSITIVE = (
 )
 """Keys whose values are above 0."""
 _ESTIMATORS = {"grpo": ("grpo", "gdpo", "reinforce_plus_plus", "opd")}
+_PACKING = "policy.sequence_packing.algorithm"
+_PACKERS = ("concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing")
 
 
 def _unknown_precision(facts: RecipeFacts) -> Iterator[Hit]:
@@ -71,9 +73,12 @@ def _unknown_name(facts: RecipeFacts) -> Iterator[Hit]:
     places = {f"{_GENERATION}.backend": tuple(GENERATION_CLASSES)}
     if facts.algorithm in _ESTIMATORS:
         places[f"{facts.algorithm}.adv_estimator.name"] = _ESTIMATORS[facts.algorithm]
+    if facts.is_true("policy.sequence_packing.enabled"):
+        places[_PACKING] = _PACKERS
     for key, allowed in places.items():
         value = facts.get(key)
-        if isinstance(value, str) and value not in allowed:
+        # NeMo-RL takes the names of packing algorithms in upper case as well.
+        if isinstance(value, str) and value not in allowed and not (key == _PACKING and value.lower() in allowed):
             meant = next((name for name in allowed if name == value.lower().replace("-", "_")), None)
             yield Hit(key, f"{value}: NeMo-RL has no such name; write {meant or 'one of ' + ', '.join(allowed)}")
 
@@ -118,8 +123,8 @@ RULES = (
     Rule(
         "GM324",
         "error",
-        "generation backend or advantage estimator that NeMo-RL does not have",
-        "NeMo-RL `grpo.setup`, `_create_advantage_estimator`",
+        "generation backend, advantage estimator or packing algorithm that NeMo-RL does not have",
+        "NeMo-RL `grpo.setup`, `_create_advantage_estimator`, `get_packer`",
         _unknown_name,
         applies_to_lab=False,
     ),

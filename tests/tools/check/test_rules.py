@@ -876,6 +876,14 @@ CASES = {
     "GM324": [
         ({"policy.generation.backend": "vLLM"}, {"policy.generation.backend": "sglang"}),
         ({"grpo.adv_estimator.name": "rloo"}, {"grpo.adv_estimator.name": "gdpo"}),
+        (
+            {"policy.sequence_packing.algorithm": "modified_ffd"},
+            {"policy.sequence_packing.algorithm": "MODIFIED_FIRST_FIT_DECREASING"},
+        ),
+        (
+            {"policy.sequence_packing.algorithm": "modified_ffd"},
+            {"policy.sequence_packing.algorithm": "modified_ffd", "policy.sequence_packing.enabled": False},
+        ),
     ],
     "GM325": [({f"{VLLM}.gpu_memory_utilization": 80}, {f"{VLLM}.gpu_memory_utilization": 0.8})],
     "GM326": [
