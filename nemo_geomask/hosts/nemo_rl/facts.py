@@ -50,6 +50,7 @@ __all__ = [
     "reads_setting",
     "replace_loss_config",
     "resets_reference_on_resume",
+    "single_controller_mentions",
     "skips_unread_logprobs",
     "splits_replicated_experts",
     "trains_on_chunks",
@@ -206,6 +207,13 @@ def splits_replicated_experts(checkout: Path) -> bool:
         if source:
             return "expert_tensor_parallel_size !=" not in source
     return False
+
+
+def single_controller_mentions(checkout: Path, word: str) -> bool:
+    """Return True if the source of a NeMo-RL's single controller contains a word; versions before main have none."""
+    algorithms = checkout / "nemo_rl" / "algorithms"
+    modules = [algorithms / "single_controller.py", *sorted(algorithms.glob("single_controller_utils/*.py"))]
+    return any(word in read_source(module) for module in modules)
 
 
 def _mentions(checkout: Path, module: str, word: str) -> bool:

@@ -121,6 +121,11 @@ TRUNCATED = {
 
 SINGLE = {"async_rl.min_groups_for_streaming_train": 4}
 SINGLE_FITS = {**SINGLE, "policy.train_global_batch_size": 512}
+SHAPED = {
+    "grpo.reward_shaping.overlong_buffer_length": 128,
+    "grpo.reward_shaping.overlong_buffer_penalty": 1.0,
+    "grpo.reward_shaping.max_response_length": 1152,
+}
 VLLM = "policy.generation.vllm_cfg"
 EP = "policy.megatron_cfg.expert_model_parallel_size"
 COLOCATED = "policy.generation.colocated"
@@ -612,6 +617,10 @@ CASES = {
             {"inherited": {"policy.tokenizer.name": "${policy.model_name}"}},
         ),
     ],
+    "GM225": [
+        ({**SINGLE_FITS, "grpo.reward_shaping.enabled": True, **SHAPED}, SINGLE_FITS),
+        ({**SINGLE_FITS, "grpo.overlong_filtering": True}, {"grpo.overlong_filtering": True}),
+    ],
     "GM301": [({**ASYNC, CORRECT: False}, ASYNC), ({**ASYNC, CORRECT: False}, {CORRECT: False})],
     "GM302": [
         ({**ASYNC, "policy.generation.vllm_cfg.async_engine": False}, ASYNC),
@@ -1001,6 +1010,16 @@ CASES = {
         ({**VALIDATED, "grpo.val_batch_size": 0}, {"grpo.val_period": 0, "grpo.val_batch_size": 0}),
         ({BATCH: 0}, {BATCH: 0, "lab.num_threads": 1}),
     ],
+    "GM410": [
+        (
+            {"grpo.reward_shaping.enabled": True, **SHAPED, "policy.generation.max_new_tokens": 1024},
+            {"grpo.reward_shaping.enabled": True, **SHAPED, "policy.generation.max_new_tokens": 1025},
+        ),
+        (
+            {"grpo.reward_shaping.enabled": True, **SHAPED, "policy.max_total_sequence_length": 1000},
+            {**SHAPED, "policy.max_total_sequence_length": 1000},
+        ),
+    ],
     "GM409": [
         ({TRAINED: 2048}, {TRAINED: 4096}),
         ({SCORED: 2048}, {SCORED: 2048, PACKING: False}),
@@ -1028,6 +1047,13 @@ CASES = {
             {**ADAPTED, "policy.dtensor_cfg.tensor_parallel_size": 2, f"{LORA_CFG}.use_triton": False},
         ),
         ({**ADAPTED, "policy.dtensor_cfg._v2": False}, ADAPTED),
+    ],
+    "GM345": [
+        (
+            {"grpo.reward_shaping.enabled": True},
+            {"grpo.reward_shaping.enabled": True, "grpo.reward_shaping.stop_properly_penalty_coef": 0.5},
+        ),
+        ({"grpo.reward_shaping.enabled": True}, {"grpo.reward_shaping.enabled": True, **SHAPED}),
     ],
     "GM344": [
         (
@@ -1134,6 +1160,16 @@ def test_rule_fires_there_and_not_here(rule, fires, silent, findings):
         assert hit.origin is None or hit.origin.line is not None
         assert len(hit.message) > 30
     assert rule not in [finding.rule.id for finding in findings(silent)]
+
+
+def test_a_single_controller_that_reads_a_switch_does_not_ignore_it(findings, tmp_path):
+    changes = {**SINGLE_FITS, "grpo.overlong_filtering": True, "reads": NEWEST}
+    assert "GM225" in [finding.rule.id for finding in findings(changes)]
+    utils = tmp_path / "RL/nemo_rl/algorithms/single_controller_utils"
+    utils.mkdir(parents=True)
+    (utils / "setup.py").write_text("if config.grpo.overlong_filtering:\n    pass\n")
+    facts_of = RecipeFacts.from_recipe(read_recipe(tmp_path / "recipe.yaml", leave=("data",)))
+    assert "GM225" not in [finding.rule.id for finding in check(facts_of).findings]
 
 
 @pytest.mark.parametrize(
