@@ -12,8 +12,14 @@ from nemo_geomask.tools.rehearse.setting_change import Change
 __all__ = ["cpu_changes", "is_colocated"]
 
 
-def cpu_changes(facts: RecipeFacts, *, has_automodel: bool) -> Iterator[Change]:
-    """Yield the changes, each with what the CPU lacks; ``has_automodel``: True if Automodel can be imported."""
+def cpu_changes(facts: RecipeFacts, *, has_automodel: bool, is_recurrent: bool) -> Iterator[Change]:
+    """Yield the changes, each with what the CPU lacks.
+
+    Args:
+        facts: facts about the recipe.
+        has_automodel: True if Automodel can be imported.
+        is_recurrent: True if layers of the model keep a state, as Mamba's and linear attention do.
+    """
     settings: dict[str, tuple[Any, str]] = {
         "logger.monitor_gpus": (False, "there are no GPUs"),
         "policy.generation.vllm_cfg.enforce_eager": (True, "CUDA graphs"),
@@ -32,6 +38,10 @@ def cpu_changes(facts: RecipeFacts, *, has_automodel: bool) -> Iterator[Change]:
         settings["policy.generation.vllm_cfg.precision"] = ("bfloat16", "vLLM's CPU kernels support no other")
     if facts.get("policy.generation.vllm_cfg.kv_cache_dtype", "auto") != "auto":
         settings["policy.generation.vllm_cfg.kv_cache_dtype"] = ("auto", "vLLM's CPU kernels support no other")
+    if is_recurrent:
+        # NeMo-RL's default follows from the GPU's generation.
+        caching = "policy.generation.vllm_cfg.enable_prefix_caching"
+        settings[caching] = (False, "vLLM's CPU kernels of recurrent layers keep one state for a sequence")
     settings |= _vllm_in_place_of_another(facts)
     for key, replacement in _LEFT_OUT.items():
         if facts.get(key) not in (None, False):

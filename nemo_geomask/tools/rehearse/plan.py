@@ -112,7 +112,7 @@ def plan(
         *_teacher(facts, folder),
         *_redirect_output(facts, folder),
         *_record(facts, folder, record),
-        *([] if gpus else cpu_changes(facts, has_automodel=has_automodel)),
+        *([] if gpus else cpu_changes(facts, has_automodel=has_automodel, is_recurrent=model.is_recurrent)),
     ]
     algorithm = "grpo_single_controller" if _uses_single_controller(facts) else facts.algorithm
     has_teacher = _has_teacher(facts)

@@ -333,7 +333,7 @@ def _run(
         started=started,
         ended=time.time(),
         expected_stages=frozenset(STAGES) - _absent_stages(facts, settings),
-        log=log[-20_000:],
+        log=log,
         settings=dict(_flatten(facts.recipe.data)),
         killed_by_kernel=_kernel_kills() - killed_before,
     )

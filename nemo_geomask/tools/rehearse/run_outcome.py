@@ -16,6 +16,11 @@ __all__ = ["RunFailure", "RunResult", "Stage", "State", "outcome_of"]
 _ERROR_PREFIX = "nemo-geomask: error: "
 # Ray's description of an actor that died.
 _DEAD_ACTOR = re.compile(r"class_name: (?P<name>\w+).{0,300}?\bpid: (?P<pid>\d+)", re.DOTALL)
+# What other processes report when vLLM's engine has ended.
+_LOST_ENGINE = re.compile(r"Connection closed by peer|EngineDeadError")
+# The line of the error that the engine's own process raised.
+_ENGINE_ERROR = re.compile(r"\(EngineCore[^)]*\) (?:ERROR [^]]*\] )?(?P<error>(?:\w+\.)*\w+(?:Error|Exception): .+)")
+_LOG_TAIL = 20_000  # characters of a log without a logged error
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
 
 State = Literal["ran", "failed", "running", "not reached", "not in the recipe"]
@@ -118,7 +123,7 @@ def outcome_of(
         started: start of the driver, in seconds since the epoch as in the events.
         ended: end of the driver.
         expected_stages: stages that the recipe has.
-        log: end of the driver's output, used if the driver logged no error.
+        log: the driver's output, used if the driver logged no error, or vLLM's engine raised one before.
         settings: the recipe's settings, by dotted key; an error may name one.
         killed_by_kernel: number of processes that the kernel killed meanwhile for want of memory.
     """
@@ -220,8 +225,14 @@ def _failure_of(
     error = next((event for event in events if event["kind"] == "error"), None)
     if error is not None or status != 0:
         last = f"the driver ended with status {status}"
-        text = _COLOUR.sub("", str(error["traceback"]) if error else log or f"{last} without a message")
+        text = _COLOUR.sub("", str(error["traceback"]) if error else log[-_LOG_TAIL:] or f"{last} without a message")
         raised = _innermost_error(text, f"{error['type']}: {error['message']}" if error else last)
+        if _LOST_ENGINE.search(raised) and (first := _ENGINE_ERROR.search(_COLOUR.sub("", log))):
+            # What the other processes say of it, a lost connection, is neither the error nor its cause.
+            engine_error = first["error"].strip()
+            message = f"{engine_error} (vLLM's engine, whose end the others met as: {raised})"
+            cause = likely_cause(engine_error, engine_error, settings)
+            return RunFailure(failed_stage, message, text, *(cause or (None, None)))
         if dead := _DEAD_ACTOR.search(text):
             raised += f" ({dead['name']}, process {dead['pid']})"
         return RunFailure(failed_stage, raised, text, *(likely_cause(text, raised, settings) or (None, None)))

@@ -173,6 +173,12 @@ class TinyModel:
     source: str
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_recurrent(self) -> bool:
+        """True if a layer keeps a state from token to token, as Mamba's and linear attention do."""
+        _, kinds = _LAYER_KINDS.get(self.model_type, ("", ()))
+        return not {"mamba", "linear_attention"}.isdisjoint(kinds)
+
 
 def tiny_model(name: str, layout: Layout, *, recipe: Path | None = None) -> TinyModel:
     """Return the tiny model for ``policy.model_name``, from a local folder's config.json or from the name.

@@ -313,3 +313,13 @@ def test_penalties_that_nemo_rl_refuses_without_nemo_gym_are_left_out(planned):
     assert shrunk.get("reward_penalties.invalid_tool_call") is False
     assert any(line.startswith("grpo.invalid_tool_call_advantage: -5.0, here null") for line in made.unrehearsed)
     assert planned(*penalties)[1].get("grpo.invalid_tool_call_advantage") == -5.0
+
+
+@pytest.mark.parametrize(
+    ("model", "caching"), [("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", False), ("Qwen/Qwen3-0.6B", None)]
+)
+def test_recurrent_layers_cache_no_prefixes_on_cpus(planned, model, caching):
+    _, shrunk = planned(f"policy.model_name={model}")
+    assert shrunk.get("policy.generation.vllm_cfg.enable_prefix_caching") is caching
+    _, shrunk = planned(f"policy.model_name={model}", gpus=True)
+    assert shrunk.get("policy.generation.vllm_cfg.enable_prefix_caching") is None

@@ -230,6 +230,18 @@ def test_an_error_in_a_plugins_code_names_the_loss():
     assert likely_cause('  File "/x/nemo_geomask/losses/evaluate.py"\nTypeError: x', "TypeError: x", ours) is None
 
 
+def test_the_error_of_an_engine_comes_before_the_lost_connection():
+    lost = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:6066"
+    error = {"at": 31.0, "kind": "error", "type": "RuntimeError", "message": lost, "traceback": lost}
+    prefix = "\x1b[36m(VllmAsyncGenerationWorker pid=5739)\x1b[0m (EngineCore pid=5855) "
+    log = f"{prefix}ERROR 11-25 23:11:56 [core.py:1351] ValueError: max_model_len is too small\n"
+    failure = read(*STARTED, error, status=1, log=log).failure
+    assert failure.error.startswith("ValueError: max_model_len is too small (vLLM's engine, whose end the others met")
+    assert "max_model_len" in failure.setting
+    # Without an error of the engine, the lost connection is all there is.
+    assert read(*STARTED, error, status=1, log="no such line").failure.error == lost
+
+
 def test_a_worker_that_was_killed():
     killed = "ActorDiedError: The actor died unexpectedly before finishing this task.\n"
     killed += "\tclass_name: DTensorPolicyWorker\n\tactor_id: 5d1\n\tpid: 15539\n\tname: lm_policy-0-0\n"
