@@ -180,7 +180,7 @@ def _run_probe(arguments: argparse.Namespace, folder: Path, *, to_stdout: bool) 
 
 
 class _ProgressPrinter:
-    """Prints each stage to standard error when it begins, at most once in a row, and how long the steps may still take.
+    """Prints each stage to standard error when it begins, at most once in a row, and the time that steps will take.
 
     Args:
         steps: number of steps of a run.
@@ -203,9 +203,9 @@ class _ProgressPrinter:
                 line = f"{event['stage']} ({event['label']})"
             elif event["kind"] == "metrics" and event["prefix"] == "train" and "loss" in event["values"]:
                 line = f"step {event['step']} of {self._steps}: loss {event['values']['loss']:.6g}"
-                line += self._time_left(event, events)
             if line and line != self._last_line:
-                print(f"rehearse: {line}", file=sys.stderr, flush=True)
+                time_left = self._time_left(event, events) if event["kind"] == "metrics" else ""
+                print(f"rehearse: {line}{time_left}", file=sys.stderr, flush=True)
                 self._last_line = line
         self._printed_events = len(events)
 
@@ -214,4 +214,8 @@ class _ProgressPrinter:
         is_step = [event for event in events if event["kind"] == "metrics" and event["prefix"] == "train"]
         before = [event["at"] for event in is_step if event["step"] == step["step"] - 1]
         left = self._steps - step["step"]
-        return f", about {left * (step['at'] - before[-1]):.0f} s left" if before and left > 0 else ""
+        return (
+            f", about {left * (step['at'] - before[-1]):.0f} s of training left in this run"
+            if before and left > 0
+            else ""
+        )

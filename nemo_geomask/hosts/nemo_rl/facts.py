@@ -36,6 +36,7 @@ __all__ = [
     "TESTED_VERSIONS",
     "NeutralValues",
     "build_loss_config",
+    "calls_dynamic_sampling_in_ppo",
     "describe_filter",
     "has_kl_score_function",
     "lacks_entropy",
@@ -50,7 +51,7 @@ __all__ = [
     "reads_setting",
     "replace_loss_config",
     "resets_reference_on_resume",
-    "single_controller_mentions",
+    "single_controller_lacks",
     "skips_unread_logprobs",
     "splits_replicated_experts",
     "trains_on_chunks",
@@ -209,11 +210,16 @@ def splits_replicated_experts(checkout: Path) -> bool:
     return False
 
 
-def single_controller_mentions(checkout: Path, word: str) -> bool:
-    """Return True if the source of a NeMo-RL's single controller contains a word; versions before main have none."""
+def single_controller_lacks(checkout: Path, word: str) -> bool:
+    """Return True if a NeMo-RL has a single controller whose source does not contain a word; only main has one."""
     algorithms = checkout / "nemo_rl" / "algorithms"
     modules = [algorithms / "single_controller.py", *sorted(algorithms.glob("single_controller_utils/*.py"))]
-    return any(word in read_source(module) for module in modules)
+    return modules[0].is_file() and not any(word in read_source(module) for module in modules)
+
+
+def calls_dynamic_sampling_in_ppo(checkout: Path) -> bool:
+    """Return True if a NeMo-RL's PPO calls its function for dynamic sampling; v0.7.0 and main only define it."""
+    return read_source(checkout / "nemo_rl" / "algorithms" / "ppo.py").count("dynamic_sampling(") > 1
 
 
 def _mentions(checkout: Path, module: str, word: str) -> bool:

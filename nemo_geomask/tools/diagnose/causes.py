@@ -80,8 +80,8 @@ CAUSES: tuple[Cause, ...] = (
         ),
         action=(
             "have the generation engine return log-probs for every sampled token (logprobs, tool turns, aborted "
-            "requests); zeros of the training engine are, under top-p or top-k, tokens outside its own filter, which "
-            "NeMo-RL sets to 0: sample with top_p: 1.0 and top_k: null"
+            "requests); if the zeros come from the training engine and the recipe uses top-p or top-k, they are tokens "
+            "outside the trainer's own filter, which NeMo-RL sets to 0: sample with top_p: 1.0 and top_k: null"
         ),
         detect=logprob_detectors.detect_zeros,
     ),

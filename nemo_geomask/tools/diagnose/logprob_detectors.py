@@ -52,10 +52,10 @@ def detect_zeros(evidence: Evidence, threshold: float) -> Detection:
 
     explained = fault_mismatch(evidence.sums_after, "zero").plus(fault_mismatch(evidence.sums_after, "missing"))
     steps = evidence.statistics.steps.values()
-    is_prev_alone = any(sums["zero_prev"] for sums in steps) and not any(sums["zero_gen"] for sums in steps)
-    description = "{:.2%} of the unsure tokens have a log-prob of exactly 0" + (
-        " from the training engine" if is_prev_alone else ""
-    )
+    engines = {"zero_gen": "the generation engine", "zero_prev": "the training engine"}
+    engines = {name: engine for name, engine in engines.items() if any(sums[name] for sums in steps)}
+    description = "{:.2%} of the unsure tokens have a log-prob of exactly 0"
+    description += f" from {' or '.join(engines.values())}" if engines else ""
     return _detect_in_steps(evidence, share, threshold, description, explained)
 
 

@@ -39,9 +39,12 @@ def cpu_changes(facts: RecipeFacts, *, has_automodel: bool, is_recurrent: bool) 
     if facts.get("policy.generation.vllm_cfg.kv_cache_dtype", "auto") != "auto":
         settings["policy.generation.vllm_cfg.kv_cache_dtype"] = ("auto", "vLLM's CPU kernels support no other")
     if is_recurrent:
-        # NeMo-RL's default follows from the GPU's generation.
+        # NeMo-RL turns it on by default on GPUs of compute capability 8 or higher, which the shim of CUDA reports.
         caching = "policy.generation.vllm_cfg.enable_prefix_caching"
-        settings[caching] = (False, "vLLM's CPU kernels of recurrent layers keep one state for a sequence")
+        settings[caching] = (
+            False,
+            "it needs several states a sequence, and vLLM's CPU kernels of Mamba and linear attention keep one",
+        )
     settings |= _vllm_in_place_of_another(facts)
     for key, replacement in _LEFT_OUT.items():
         if facts.get(key) not in (None, False):

@@ -17,9 +17,11 @@ _ERROR_PREFIX = "nemo-geomask: error: "
 # Ray's description of an actor that died.
 _DEAD_ACTOR = re.compile(r"class_name: (?P<name>\w+).{0,300}?\bpid: (?P<pid>\d+)", re.DOTALL)
 # What other processes report when vLLM's engine has ended.
-_LOST_ENGINE = re.compile(r"Connection closed by peer|EngineDeadError")
-# The line of the error that the engine's own process raised.
-_ENGINE_ERROR = re.compile(r"\(EngineCore[^)]*\) (?:ERROR [^]]*\] )?(?P<error>(?:\w+\.)*\w+(?:Error|Exception): .+)")
+_LOST_ENGINE = re.compile(r"Connection (closed|reset) by peer|EngineDeadError|Engine core initialization failed")
+# A line of the engine's process, and what vLLM logs when that process ends (vllm/v1/engine/core.py).
+_ENGINE_LINE = re.compile(r"\(EngineCore[^)]*\) (?:ERROR [^]]*\] )?(?P<line>.*)")
+_ENGINE_END = re.compile(r"EngineCore (encountered a fatal error|failed to start)")
+_ERROR_LINE = re.compile(r"(\w+\.)*\w+(Error|Exception)(: .*)?")
 _LOG_TAIL = 20_000  # characters of a log without a logged error
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
 
@@ -142,7 +144,8 @@ def outcome_of(
     for worker in workers:
         for name, count in worker["calls"].items():
             calls[name] = calls.get(name, 0) + count
-    failure = _failure_of(events, stages, status, steps, metrics, log, ended - started, settings or {})
+    seconds = ended - started
+    failure = _failure_of(events, stages, status, steps, metrics, log, seconds, settings or {}, killed_by_kernel)
     if failure is not None and killed_by_kernel and failure.setting == MEMORY:
         fix = f"the kernel killed {killed_by_kernel} processes for want of memory: fewer --ranks, or a larger machine"
         failure = replace(failure, fix=fix)
@@ -151,7 +154,7 @@ def outcome_of(
             _as_failed(stage) if stage.name == failure.stage and status is not None else stage for stage in stages
         ]
     weights = tuple(event for event in events if event["kind"] == "weights")
-    return RunResult(tuple(stages), failure, metrics, calls, tuple(workers), ended - started, weights=weights)
+    return RunResult(tuple(stages), failure, metrics, calls, tuple(workers), seconds, weights=weights)
 
 
 def _as_failed(stage: Stage) -> Stage:
@@ -206,6 +209,7 @@ def _failure_of(
     log: str,
     seconds: float,
     settings: Mapping[str, object],
+    killed_by_kernel: int,
 ) -> RunFailure | None:
     failed_stage = next((event["stage"] for event in events if event.get("failed")), None)
     failed_stage = (
@@ -213,6 +217,11 @@ def _failure_of(
         or next((stage.name for stage in stages if stage.state in ("running", "failed")), None)
         or _last_stage(events)
     )
+    # A process that was killed takes the engine with it, so that the engine's error is not the first one.
+    engine = None if killed_by_kernel else _engine_failure(log)
+    if status is None and engine is not None:
+        message = f"{engine.error} (raised in vLLM's engine process; the run then hung until --timeout)"
+        return replace(_with_cause(engine, settings), stage=failed_stage, error=message)
     if status is None:
         message = f"not done within {seconds:.0f} s (--timeout); it was in {failed_stage}"
         return RunFailure(
@@ -227,19 +236,31 @@ def _failure_of(
         last = f"the driver ended with status {status}"
         text = _COLOUR.sub("", str(error["traceback"]) if error else log[-_LOG_TAIL:] or f"{last} without a message")
         raised = _innermost_error(text, f"{error['type']}: {error['message']}" if error else last)
-        if _LOST_ENGINE.search(raised) and (first := _ENGINE_ERROR.search(_COLOUR.sub("", log))):
-            # What the other processes say of it, a lost connection, is neither the error nor its cause.
-            engine_error = first["error"].strip()
-            message = f"{engine_error} (vLLM's engine, whose end the others met as: {raised})"
-            cause = likely_cause(engine_error, engine_error, settings)
-            return RunFailure(failed_stage, message, text, *(cause or (None, None)))
-        if dead := _DEAD_ACTOR.search(text):
+        dead = _DEAD_ACTOR.search(text)
+        if engine is not None and _LOST_ENGINE.search(raised) and not dead:
+            message = f"{engine.error} (raised in vLLM's engine process; the other processes only reported: {raised})"
+            return replace(_with_cause(engine, settings), stage=failed_stage, error=message)
+        if dead:
             raised += f" ({dead['name']}, process {dead['pid']})"
         return RunFailure(failed_stage, raised, text, *(likely_cause(text, raised, settings) or (None, None)))
     if len(metrics) < steps:
         message = f"{len(metrics)} of {steps} steps were logged: the prompts or epochs ran out first"
         return RunFailure("step", message, message, None, None)
     return None
+
+
+def _engine_failure(log: str) -> RunFailure | None:
+    """Return the error with which vLLM's engine process ended, and its traceback; None if it did not end."""
+    lines = [match["line"] for line in _COLOUR.sub("", log).splitlines() if (match := _ENGINE_LINE.search(line))]
+    begin = next((index for index, line in enumerate(lines) if _ENGINE_END.search(line)), len(lines))
+    # An error that led to another one comes before it.
+    errors = [line.strip() for line in lines[begin:] if _ERROR_LINE.fullmatch(line.rstrip())]
+    return RunFailure("", errors[-1], "\n".join(lines[begin:])) if errors else None
+
+
+def _with_cause(failure: RunFailure, settings: Mapping[str, object]) -> RunFailure:
+    setting, fix = likely_cause(failure.error, failure.error, settings) or (None, None)
+    return replace(failure, setting=setting, fix=fix)
 
 
 def _last_stage(events: list[Mapping[str, Any]]) -> str:

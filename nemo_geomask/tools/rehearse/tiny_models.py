@@ -177,7 +177,10 @@ class TinyModel:
     def is_recurrent(self) -> bool:
         """True if a layer keeps a state from token to token, as Mamba's and linear attention do."""
         _, kinds = _LAYER_KINDS.get(self.model_type, ("", ()))
-        return not {"mamba", "linear_attention"}.isdisjoint(kinds)
+        text_settings = self.settings.get("text_config")
+        keys = [*self.settings, *(text_settings if isinstance(text_settings, Mapping) else ())]
+        has_state_sizes = any(key.startswith(("mamba_", "ssm_", "linear_")) for key in keys)
+        return has_state_sizes or not {"mamba", "linear_attention"}.isdisjoint(kinds)
 
 
 def tiny_model(name: str, layout: Layout, *, recipe: Path | None = None) -> TinyModel:

@@ -620,6 +620,14 @@ CASES = {
     "GM225": [
         ({**SINGLE_FITS, "grpo.reward_shaping.enabled": True, **SHAPED}, SINGLE_FITS),
         ({**SINGLE_FITS, "grpo.overlong_filtering": True}, {"grpo.overlong_filtering": True}),
+        ({**SINGLE_FITS, "grpo.use_dynamic_sampling": True}, {"grpo.use_dynamic_sampling": True}),
+        ({**SINGLE_FITS, "grpo.reward_scaling.enabled": True}, {"grpo.reward_scaling.enabled": True}),
+        # A NeMo-RL without a single controller.
+        (
+            {**SINGLE_FITS, "grpo.overlong_filtering": True},
+            {**SINGLE_FITS, "grpo.overlong_filtering": True, "reads": NEWEST},
+        ),
+        ({"ppo.use_dynamic_sampling": True}, {"ppo.use_dynamic_sampling": False}),
     ],
     "GM301": [({**ASYNC, CORRECT: False}, ASYNC), ({**ASYNC, CORRECT: False}, {CORRECT: False})],
     "GM302": [
@@ -1015,9 +1023,28 @@ CASES = {
             {"grpo.reward_shaping.enabled": True, **SHAPED, "policy.generation.max_new_tokens": 1024},
             {"grpo.reward_shaping.enabled": True, **SHAPED, "policy.generation.max_new_tokens": 1025},
         ),
+        # vLLM's context bounds a response; the trainer's length does where there is no other.
         (
             {"grpo.reward_shaping.enabled": True, **SHAPED, "policy.max_total_sequence_length": 1000},
-            {**SHAPED, "policy.max_total_sequence_length": 1000},
+            {
+                "grpo.reward_shaping.enabled": True,
+                **SHAPED,
+                "policy.max_total_sequence_length": 1000,
+                f"{VLLM}.max_model_len": 4096,
+            },
+        ),
+        (
+            {"grpo.reward_shaping.enabled": True, **SHAPED, f"{VLLM}.max_model_len": 1000},
+            {**SHAPED, f"{VLLM}.max_model_len": 1000},
+        ),
+        (
+            {"grpo.reward_shaping.enabled": True, **SHAPED, f"{VLLM}.max_model_len": 1000},
+            {
+                "grpo.reward_shaping.enabled": True,
+                **SHAPED,
+                f"{VLLM}.max_model_len": 1000,
+                "grpo.reward_shaping.stop_properly_penalty_coef": 0.5,
+            },
         ),
     ],
     "GM409": [
@@ -1054,6 +1081,23 @@ CASES = {
             {"grpo.reward_shaping.enabled": True, "grpo.reward_shaping.stop_properly_penalty_coef": 0.5},
         ),
         ({"grpo.reward_shaping.enabled": True}, {"grpo.reward_shaping.enabled": True, **SHAPED}),
+        *(
+            (
+                {"grpo.reward_shaping.enabled": True, **SHAPED, f"grpo.reward_shaping.{name}": value},
+                {**trainer, "grpo.reward_shaping.enabled": True, **SHAPED, f"grpo.reward_shaping.{name}": value},
+            )
+            for name, value in (
+                ("overlong_buffer_length", None),
+                ("overlong_buffer_length", 0),
+                ("overlong_buffer_penalty", -1.0),
+                ("max_response_length", None),
+            )
+            for trainer in (ASYNC, SINGLE_FITS)
+        ),
+        (
+            {"ppo.reward_shaping.enabled": True},
+            {"ppo.reward_shaping.enabled": True, "ppo.async_ppo.enabled": True},
+        ),
     ],
     "GM344": [
         (
@@ -1164,12 +1208,27 @@ def test_rule_fires_there_and_not_here(rule, fires, silent, findings):
 
 def test_a_single_controller_that_reads_a_switch_does_not_ignore_it(findings, tmp_path):
     changes = {**SINGLE_FITS, "grpo.overlong_filtering": True, "reads": NEWEST}
-    assert "GM225" in [finding.rule.id for finding in findings(changes)]
-    utils = tmp_path / "RL/nemo_rl/algorithms/single_controller_utils"
-    utils.mkdir(parents=True)
-    (utils / "setup.py").write_text("if config.grpo.overlong_filtering:\n    pass\n")
-    facts_of = RecipeFacts.from_recipe(read_recipe(tmp_path / "recipe.yaml", leave=("data",)))
-    assert "GM225" not in [finding.rule.id for finding in check(facts_of).findings]
+    assert "GM225" not in [finding.rule.id for finding in findings(changes)]  # has no single controller
+    algorithms = tmp_path / "RL/nemo_rl/algorithms"
+    (algorithms / "single_controller_utils").mkdir(parents=True)
+    for text, fires in (("", True), ("if config.grpo.overlong_filtering:\n    pass\n", False)):
+        (algorithms / "single_controller.py").write_text("class SingleController:\n    pass\n")
+        (algorithms / "single_controller_utils" / "setup.py").write_text(text)
+        facts_of = RecipeFacts.from_recipe(read_recipe(tmp_path / "recipe.yaml", leave=("data",)))
+        assert ("GM225" in [finding.rule.id for finding in check(facts_of).findings]) == fires
+
+
+def test_a_length_penalty_is_moved_to_where_responses_end(findings):
+    changes = {"grpo.reward_shaping.enabled": True, **SHAPED, "policy.generation.max_new_tokens": 512}
+    (hit,) = (finding for finding in findings(changes) if finding.rule.id == "GM410")
+    assert "begins at 1024 tokens" in hit.message
+    assert hit.message.endswith("so it never applies; set 512")
+    (hit,) = (
+        finding
+        for finding in findings({**changes, "grpo.reward_shaping.overlong_buffer_length": 600})
+        if finding.rule.id == "GM410"
+    )
+    assert hit.message.endswith("set 512, and overlong_buffer_length: 128 or so")
 
 
 @pytest.mark.parametrize(

@@ -280,7 +280,10 @@ def test_missing_log_probs_of_the_engine_are_not_zeros():
 
 
 def test_zeros_of_the_training_engine_are_said_to_be_its_own():
-    for name, words in (("prev", "exactly 0 from the training engine"), ("gen", "a log-prob of exactly 0")):
+    for name, words in (
+        ("prev", "exactly 0 from the training engine"),
+        ("gen", "exactly 0 from the generation engine"),
+    ):
         blocks = steps_of(2)
         for block in blocks:
             unsure = block.tokens["mask"] & (block.tokens["gen"] < -3) & (block.tokens["prev"] < -3)

@@ -31,6 +31,8 @@ def write_record(folder: Path, step: int, fault: str = "", *, noise: float = 0.0
         gen = gen.roll(1, dims=1)
     if fault in ("zero_prev", "zero_gen"):
         (prev if fault == "zero_prev" else gen)[0, PROMPT + int(prev[0, PROMPT:].argmin())] = 0.0
+    if fault == "zeros_prev":
+        prev = prev.where(prev > prev[:, PROMPT:].quantile(0.1), 0.0)
     if fault == "nan":
         prev[0, PROMPT] = torch.nan
     mask = torch.zeros(shape, dtype=torch.bool)

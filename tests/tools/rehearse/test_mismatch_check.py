@@ -49,12 +49,21 @@ def test_each_fault_by_its_name(tmp_path, fault, cause, setting):
 
 def test_a_trainer_that_filters_sets_what_it_removes_to_0(tmp_path):
     assert "of exactly 0" in diagnosed(tmp_path, "zero_prev").cause
-    found = diagnosed(tmp_path, "zero_prev", is_filtered=True)
-    assert found.cause == ""
-    assert found.zero_trainer == pytest.approx(1 / (8 * 14))
-    assert "the trainer's own top-p or top-k removes 0.89% of the tokens" in found.sentence
-    # The sampler returns a log-prob for each token that it samples, filtered or not.
-    assert "of exactly 0" in diagnosed(tmp_path, "zero_gen", is_filtered=True).cause
+    for fault in ("zero_prev", "zero_gen"):
+        found = diagnosed(tmp_path, fault, is_filtered=True)
+        assert found.cause == ""
+        assert found.outside == pytest.approx(1 / (8 * 14))
+        assert "the top-p or top-k of one engine alone leaves out 0.89% of the sampled tokens" in found.sentence
+        # The other measures are without them.
+        assert found.far == 0.0
+        assert found.k3 < 1e-3
+    assert "leaves out" not in diagnosed(tmp_path, is_filtered=True).sentence
+
+
+def test_filters_that_keep_other_tokens_are_a_fault(tmp_path):
+    found = diagnosed(tmp_path, "zeros_prev", is_filtered=True)
+    assert found.cause == "top-p or top-k leaves out other tokens in the trainer than in the sampler"
+    assert "top_p" in found.setting
 
 
 def test_a_mismatch_of_bfloat16_is_none_of_float32(tmp_path):
@@ -70,9 +79,13 @@ def test_float32_limits_hold_only_where_both_engines_are_exact():
 
 def test_noise_on_the_logits_is_divided_by_the_temperature(tmp_path):
     tempered = healthy_limits("bfloat16", "bfloat16", experts=False, temperature=0.5)
-    assert (tempered.noise, tempered.far) == (2 * DENSE.noise, DENSE.far)
+    assert (tempered.noise, tempered.far, tempered.far_noise) == (2 * DENSE.noise, DENSE.far, 2 * DENSE.far_noise)
+    assert healthy_limits("bfloat16", "bfloat16", experts=False, temperature=2.0).noise == DENSE.noise / 2
     assert "larger mismatch" in diagnosed(tmp_path, noise=0.12).cause
     assert diagnosed(tmp_path, limits=tempered, noise=0.12).cause == ""
+    # At 0.1 the noise of a healthy model exceeds what is far at 1.
+    cold = healthy_limits("bfloat16", "bfloat16", experts=False, temperature=0.1)
+    assert diagnosed(tmp_path, limits=cold, noise=0.4).cause == ""
 
 
 def test_nothing_to_judge_by(tmp_path):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -70,7 +70,13 @@ def never_validates():
 
 
 @pytest.fixture
-def runs(checkout, norms, kept, lost, never_validates, monkeypatch):
+def recorded():
+    """Arguments of :func:`write_record`."""
+    return {}
+
+
+@pytest.fixture
+def runs(checkout, norms, kept, lost, never_validates, recorded, monkeypatch):
     """Stands in for the processes: what they are started with, and a run as a driver would have written it down."""
     seen = []
 
@@ -97,7 +103,7 @@ def runs(checkout, norms, kept, lost, never_validates, monkeypatch):
             counts = {"calls": {loss: 4 * step}, "refits": step, "weights": [0.1 * step, 1.0]}
             events("worker_counts", step=step, workers=[{**worker, **counts}])
             if loss == ours and step not in lost:
-                write_record(log.parent / "records", step)
+                write_record(log.parent / "records", step, **recorded)
         every_tick()
         log.write_text("", encoding="utf-8")
         seen.append((command, environment, timeout, sorted(Path(environment["PYTHONPATH"].split(":")[0]).iterdir())))
@@ -132,10 +138,28 @@ def test_a_run_is_reported(runs, checkout, tmp_path, capsys):
         assert Path(environment[name]).parent == tmp_path / "results" / "rehearsal" / "recipe"
 
 
-def test_the_time_of_the_other_steps_is_estimated(runs, capsys):
+def test_the_time_of_the_other_steps_is_estimated(runs, monkeypatch, capsys):
+    seconds = itertools.count(0.0, 7.0)
+    monkeypatch.setattr("nemo_geomask.tools.rehearse.event_log.time.time", lambda: next(seconds))
     assert main(["rehearse", "recipe.yaml", "--steps", "3"]) == 1  # the stand-in trains two
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rehearse: step 2 of 3")]
-    assert re.fullmatch(r"rehearse: step 2 of 3: loss 0\.5, about \d+ s left", lines[0])
+    events = [json.loads(line) for line in Path("results/rehearsal/recipe/events.jsonl").read_text().splitlines()]
+    first, second = (event["at"] for event in events if event["kind"] == "metrics")
+    assert lines[0] == f"rehearse: step 2 of 3: loss 0.5, about {second - first:.0f} s of training left in this run"
+    assert second - first > 10
+
+
+@pytest.mark.parametrize(
+    ("records", "overrides"),
+    [
+        ({"fault": "zero_prev"}, ["policy.generation.top_p=0.95"]),
+        ({"noise": 0.12}, ["policy.generation.temperature=0.5"]),
+    ],
+)
+def test_the_sampling_settings_decide_what_is_healthy(runs, recorded, records, overrides):
+    recorded.update(records)
+    assert main(["rehearse", "recipe.yaml", "--steps", "2"]) == 1
+    assert main(["rehearse", "recipe.yaml", "--steps", "2", *(f"++{words}" for words in overrides)]) == 0
 
 
 def test_accepted_apis_reach_every_run(runs):

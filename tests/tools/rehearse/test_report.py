@@ -234,12 +234,30 @@ def test_the_error_of_an_engine_comes_before_the_lost_connection():
     lost = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:6066"
     error = {"at": 31.0, "kind": "error", "type": "RuntimeError", "message": lost, "traceback": lost}
     prefix = "\x1b[36m(VllmAsyncGenerationWorker pid=5739)\x1b[0m (EngineCore pid=5855) "
-    log = f"{prefix}ERROR 11-25 23:11:56 [core.py:1351] ValueError: max_model_len is too small\n"
+    survived = f"{prefix}ImportError: no module x\n"
+    logged = f"{prefix}ERROR 11-25 23:11:56 [core.py:1351] "
+    ended = [
+        "EngineCore encountered a fatal error.",
+        "KeyError: 'a'",
+        "The above exception was the direct cause of the following exception:",
+        "ValueError: max_model_len is too small",
+    ]
+    log = survived + "".join(f"{logged}{line}\n" for line in ended)
     failure = read(*STARTED, error, status=1, log=log).failure
-    assert failure.error.startswith("ValueError: max_model_len is too small (vLLM's engine, whose end the others met")
+    assert failure.error == (
+        "ValueError: max_model_len is too small (raised in vLLM's engine process; the other processes only reported: "
+        f"{lost})"
+    )
     assert "max_model_len" in failure.setting
-    # Without an error of the engine, the lost connection is all there is.
-    assert read(*STARTED, error, status=1, log="no such line").failure.error == lost
+    assert failure.text.splitlines() == ended
+    # A run that hangs because the engine has ended.
+    hung = read(*STARTED, status=None, log=log).failure
+    assert hung.error.startswith("ValueError: max_model_len is too small (raised in vLLM's engine process; the run")
+    # Without the end of an engine, or where a process was killed first, the lost connection is all there is.
+    assert read(*STARTED, error, status=1, log=survived).failure.error == lost
+    assert read(*STARTED, error, status=1, log=log, killed_by_kernel=1).failure.error == lost
+    bare = logged + "EngineCore failed to start.\n" + logged + "AssertionError\n"
+    assert read(*STARTED, error, status=1, log=bare).failure.error.startswith("AssertionError (raised in vLLM's")
 
 
 def test_a_worker_that_was_killed():
