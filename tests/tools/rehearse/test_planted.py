@@ -59,7 +59,7 @@ def test_a_mistake_in_the_sampler(rehearsal, mistake, stage, sentence, setting):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("planted_mistakes:NAN", "the plugin planted_mistakes:NAN made it"),
+        ("planted_mistakes:NAN", "the plugin planted_mistakes:NAN computed it"),
         ("planted_mistakes:RAISES", "the planted plugin fails on real batches"),
     ],
 )
