@@ -167,20 +167,13 @@ class TinyModel:
         model_type: transformers' name of the architecture.
         source: where the architecture was read from.
         settings: keys of its configuration: tiny sizes, merged into the recipe's own config.json if there is one.
+        is_recurrent: True if a layer keeps a state from token to token, as Mamba's and linear attention do.
     """
 
     model_type: str
     source: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_recurrent(self) -> bool:
-        """True if a layer keeps a state from token to token, as Mamba's and linear attention do."""
-        _, kinds = _LAYER_KINDS.get(self.model_type, ("", ()))
-        text_settings = self.settings.get("text_config")
-        keys = [*self.settings, *(text_settings if isinstance(text_settings, Mapping) else ())]
-        has_state_sizes = any(key.startswith(("mamba_", "ssm_", "linear_")) for key in keys)
-        return has_state_sizes or not {"mamba", "linear_attention"}.isdisjoint(kinds)
+    is_recurrent: bool = False
 
 
 def tiny_model(name: str, layout: Layout, *, recipe: Path | None = None) -> TinyModel:
@@ -202,7 +195,7 @@ def tiny_model(name: str, layout: Layout, *, recipe: Path | None = None) -> Tiny
             raise ConfigError(Problem(("policy.model_name",), f"{config} has no model_type, so it describes no model"))
         usable = {key: value for key, value in settings.items() if key not in _DROPPED_KEYS}
         shrunk = {**usable, **_sizes(layout, settings), **_layers_of(settings, layout)}
-        return TinyModel(settings["model_type"], str(config), shrunk)
+        return TinyModel(settings["model_type"], str(config), shrunk, _has_state_sizes(settings))
     source = f"the name {name}"
     if recipe is not None and re.match(r"(/?path/to/|$)", name):
         source = f"the recipe's name, as policy.model_name is {name or 'empty'}"
@@ -222,7 +215,15 @@ def tiny_model(name: str, layout: Layout, *, recipe: Path | None = None) -> Tiny
     if model_type in _LAYER_KINDS:
         key, layers = _LAYER_KINDS[model_type]
         settings[key] = list(settings.get(key, layers)) * layout.pp
-    return TinyModel(model_type, source, settings)
+    _, kinds = _LAYER_KINDS.get(model_type, ("", ()))
+    return TinyModel(model_type, source, settings, not {"mamba", "linear_attention"}.isdisjoint(kinds))
+
+
+def _has_state_sizes(config: Mapping[str, Any]) -> bool:
+    """Return True if a config.json has sizes of Mamba's or linear attention's states, for its text model too."""
+    text_config = config.get("text_config")
+    keys = [*config, *(text_config if isinstance(text_config, Mapping) else ())]
+    return any(key.startswith(("mamba_", "ssm_", "linear_")) for key in keys)
 
 
 def _layers_of(config: Mapping[str, Any], layout: Layout) -> dict[str, Any]:

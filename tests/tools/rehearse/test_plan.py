@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -323,3 +324,18 @@ def test_recurrent_layers_cache_no_prefixes_on_cpus(planned, model, caching):
     assert shrunk.get("policy.generation.vllm_cfg.enable_prefix_caching") is caching
     _, shrunk = planned(f"policy.model_name={model}", gpus=True)
     assert shrunk.get("policy.generation.vllm_cfg.enable_prefix_caching") is None
+
+
+@pytest.mark.parametrize(
+    ("config", "caching"),
+    [
+        ({"model_type": "falcon_h1", "mamba_d_state": 16}, False),
+        ({"model_type": "qwen3_5", "text_config": {"linear_num_value_heads": 32}}, False),
+        ({"model_type": "qwen3"}, None),
+    ],
+)
+def test_a_config_json_says_whether_layers_are_recurrent(planned, tmp_path, config, caching):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    _, shrunk = planned(f"policy.model_name={tmp_path / 'model'}")
+    assert shrunk.get("policy.generation.vllm_cfg.enable_prefix_caching") is caching
