@@ -211,11 +211,9 @@ class _ProgressPrinter:
 
     def _time_left(self, step: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> str:
         """Return the time that the run's other steps take if each takes as long as the last one; empty if unknown."""
-        is_step = [event for event in events if event["kind"] == "metrics" and event["prefix"] == "train"]
-        before = [event["at"] for event in is_step if event["step"] == step["step"] - 1]
-        left = self._steps - step["step"]
-        return (
-            f", about {left * (step['at'] - before[-1]):.0f} s of training left in this run"
-            if before and left > 0
-            else ""
-        )
+        steps = [event for event in events if event["kind"] == "metrics" and event["prefix"] == "train"]
+        before = [event["at"] for event in steps if event["step"] == step["step"] - 1]
+        remaining_steps = self._steps - step["step"]
+        if not before or remaining_steps <= 0:
+            return ""
+        return f", about {remaining_steps * (step['at'] - before[-1]):.0f} s of training left in this run"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 
 __all__ = ["EXIT_STATUS", "add_arguments", "run"]
@@ -43,14 +44,15 @@ def run(arguments: argparse.Namespace) -> int:
     from nemo_geomask.tools.shared.progress_bar import print_time_left
 
     is_broken = False
-    names: list[str] = []
     began = time.monotonic()
-    for trial, promise, violation in run_trials(arguments.name, parse_settings(arguments.overrides)):
-        if trial not in names:
-            if names:
-                print_time_left(len(names), len(trials(arguments.name)), time.monotonic() - began, "trials")
-            names.append(trial)
-            print(f"{arguments.name} {trial}", flush=True)
-        is_broken |= bool(violation)
-        print(f"  {'BROKEN' if violation else 'ok':6}  {promise}{': ' + violation if violation else ''}", flush=True)
+    results = run_trials(arguments.name, parse_settings(arguments.overrides))
+    for done, (trial, outcomes) in enumerate(itertools.groupby(results, key=lambda result: result.trial)):
+        if done:
+            print_time_left(done, len(trials(arguments.name)), time.monotonic() - began, "trials")
+        print(f"{arguments.name} {trial}", flush=True)
+        for _, promise, violation in outcomes:
+            is_broken |= bool(violation)
+            print(
+                f"  {'BROKEN' if violation else 'ok':6}  {promise}{': ' + violation if violation else ''}", flush=True
+            )
     return 1 if is_broken else 0

@@ -200,7 +200,7 @@ def _replicated_experts(facts: RecipeFacts) -> Iterator[Hit]:
 
 
 def _needs_whole_batch(facts: RecipeFacts) -> Iterator[Hit]:
-    if facts.get("async_rl") is not None:
+    if facts.uses_single_controller:
         for problem in whole_batch_problems(facts.config):
             for key in problem.keys:
                 yield Hit(key, problem.message)

@@ -183,6 +183,11 @@ class RecipeFacts:
         return self.is_true(f"{self.algorithm}.async_{self.algorithm}.enabled")
 
     @property
+    def uses_single_controller(self) -> bool:
+        """True if NeMo-RL's single controller trains; only it reads ``async_rl``."""
+        return self.get("async_rl") is not None
+
+    @property
     def uses_vllm(self) -> bool:
         """True if vLLM samples."""
         return bool(self.get("policy.generation.backend") == "vllm")

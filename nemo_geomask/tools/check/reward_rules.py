@@ -22,7 +22,7 @@ _SHAPING = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_l
 
 
 def _ignored_reward_step(facts: RecipeFacts) -> Iterator[Hit]:
-    if facts.get("async_rl") is not None:
+    if facts.uses_single_controller:
         for key, word in _REWARD_STEPS.items():
             if facts.is_true(key) and (facts.nemo_rl is None or single_controller_lacks(facts.nemo_rl, word)):
                 yield Hit(
@@ -38,10 +38,10 @@ def _ignored_reward_step(facts: RecipeFacts) -> Iterator[Hit]:
 def _shapes_by_length(facts: RecipeFacts) -> bool:
     """Return True if DAPO's penalty on the length shapes the rewards.
 
-    Asynchronous trainers refuse shaped rewards (GM328), and the single controller ignores them (GM225).
+    Asynchronous trainers refuse shaped rewards (GM328 for GRPO), and the single controller ignores them (GM225).
     """
     section = f"{facts.algorithm}.reward_shaping"
-    is_applied = facts.is_true(f"{section}.enabled") and not facts.is_async and facts.get("async_rl") is None
+    is_applied = facts.is_true(f"{section}.enabled") and not (facts.is_async or facts.uses_single_controller)
     return is_applied and facts.get(f"{section}.stop_properly_penalty_coef") is None
 
 

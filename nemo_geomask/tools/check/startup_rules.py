@@ -124,7 +124,7 @@ def _async_with_batch_features(facts: RecipeFacts) -> Iterator[Hit]:
 
 
 def _single_controller(facts: RecipeFacts) -> Iterator[Hit]:
-    if facts.get("async_rl") is None:
+    if not facts.uses_single_controller:
         return
     batch_key, prompts_key = "policy.train_global_batch_size", "grpo.num_prompts_per_step"
     batch, prompts = facts.number(batch_key), facts.number(prompts_key)

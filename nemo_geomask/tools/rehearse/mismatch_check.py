@@ -166,10 +166,12 @@ def healthy_limits(trainer: str, sampler: str, *, experts: bool, temperature: fl
         sampler: ``policy.generation.vllm_cfg.precision``.
         experts: True for a mixture of experts.
         temperature: ``policy.generation.temperature``. Both engines divide their logits by it, and the noise on the
-            logits with them. The limits were measured at 1, so they are divided, too.
+            logits with them. The limits were measured at 1, so they are divided, too, unless it is no temperature.
     """
     both_exact = trainer == sampler == "float32"
     limits = HEALTHY["float32" if both_exact else "bfloat16", experts]
+    if temperature <= 0:
+        return limits
     return replace(limits, noise=limits.noise / temperature, far_noise=limits.far_noise / temperature)
 
 
@@ -234,10 +236,10 @@ def _measure(files: Sequence[Path], limits: HealthyLimits, *, is_filtered: bool)
     parts = [_logprobs(path) for path in files]
     gen, trainer = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     # A filter that leaves a single token gives it a log-prob of 0. NeMo-RL's trainer gives 0 to a token outside, too.
-    is_outside = ((trainer == 0) & (gen < UNSURE_LOGPROB)) | ((gen == 0) & (trainer < UNSURE_LOGPROB))
-    outside = float(is_outside.mean()) if is_filtered and len(gen) else 0.0
-    if is_filtered:
-        gen, trainer = gen[~is_outside], trainer[~is_outside]
+    has_one_zero = ((trainer == 0) & (gen < UNSURE_LOGPROB)) | ((gen == 0) & (trainer < UNSURE_LOGPROB))
+    is_outside = has_one_zero & is_filtered
+    outside = float(is_outside.mean()) if len(gen) else 0.0
+    gen, trainer = gen[~is_outside], trainer[~is_outside]
     delta = trainer - gen
     if not len(delta):
         return Mismatch(limits, outside=outside)

@@ -114,7 +114,7 @@ def plan(
         *_record(facts, folder, record),
         *([] if gpus else cpu_changes(facts, has_automodel=has_automodel, is_recurrent=model.is_recurrent)),
     ]
-    algorithm = "grpo_single_controller" if _uses_single_controller(facts) else facts.algorithm
+    algorithm = "grpo_single_controller" if facts.uses_single_controller else facts.algorithm
     has_teacher = _has_teacher(facts)
     gpu_count = layout.ranks + (not is_colocated(facts)) + has_teacher
     effective = [change for change in changes if change.was != change.value or change.delete or change.pinned]
@@ -125,11 +125,6 @@ def plan(
     return Plan(
         tuple(effective), layout, full, model, steps, script, gpu_count, uses_automodel, has_teacher, unrehearsed
     )
-
-
-def _uses_single_controller(facts: RecipeFacts) -> bool:
-    """Return True if NeMo-RL's single controller trains; only it reads ``async_rl``."""
-    return facts.get("async_rl") is not None
 
 
 def _has_teacher(facts: RecipeFacts) -> bool:
@@ -263,7 +258,7 @@ def _batch_sizes(facts: RecipeFacts, layout: Layout, length: int) -> Iterator[Ch
     # A recipe with several optimiser steps per rollout batch keeps two.
     updates = (
         2
-        if not _uses_single_controller(facts) and (facts.steps_per_rollout or 1) > 1 and rollouts % (2 * layout.dp) == 0
+        if not facts.uses_single_controller and (facts.steps_per_rollout or 1) > 1 and rollouts % (2 * layout.dp) == 0
         else 1
     )
     train = rollouts // updates
@@ -287,7 +282,7 @@ def _batch_sizes(facts: RecipeFacts, layout: Layout, length: int) -> Iterator[Ch
                 sizes[f"{model}.{name}.train_mb_tokens"] = length * micro
                 sizes[f"{model}.{name}.logprob_mb_tokens"] = length * micro
                 sizes[f"{model}.{name}.sequence_length_round"] = 8
-    if _uses_single_controller(facts):
+    if facts.uses_single_controller:
         sizes["async_rl.min_groups_for_streaming_train"] = prompts
         sizes["async_rl.max_inflight_prompts"] = prompts
     if facts.get(f"{section}.reward_shaping.max_response_length") is not None:

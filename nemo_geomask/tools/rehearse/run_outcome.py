@@ -218,11 +218,10 @@ def _failure_of(
         or _last_stage(events)
     )
     # A process that was killed takes the engine with it, so that the engine's error is not the first one.
-    engine = None if killed_by_kernel else _engine_failure(log)
-    if status is None and engine is not None:
-        message = f"{engine.error} (raised in vLLM's engine process; the run then hung until --timeout)"
-        return replace(_with_cause(engine, settings), stage=failed_stage, error=message)
+    engine_log = "" if killed_by_kernel else log
     if status is None:
+        if failure := _engine_failure(engine_log, failed_stage, "the run then hung until --timeout", settings):
+            return failure
         message = f"not done within {seconds:.0f} s (--timeout); it was in {failed_stage}"
         return RunFailure(
             failed_stage,
@@ -237,9 +236,10 @@ def _failure_of(
         text = _COLOUR.sub("", str(error["traceback"]) if error else log[-_LOG_TAIL:] or f"{last} without a message")
         raised = _innermost_error(text, f"{error['type']}: {error['message']}" if error else last)
         dead = _DEAD_ACTOR.search(text)
-        if engine is not None and _LOST_ENGINE.search(raised) and not dead:
-            message = f"{engine.error} (raised in vLLM's engine process; the other processes only reported: {raised})"
-            return replace(_with_cause(engine, settings), stage=failed_stage, error=message)
+        if _LOST_ENGINE.search(raised) and not dead:
+            effect = f"the other processes only reported: {raised}"
+            if failure := _engine_failure(engine_log, failed_stage, effect, settings):
+                return failure
         if dead:
             raised += f" ({dead['name']}, process {dead['pid']})"
         return RunFailure(failed_stage, raised, text, *(likely_cause(text, raised, settings) or (None, None)))
@@ -249,18 +249,24 @@ def _failure_of(
     return None
 
 
-def _engine_failure(log: str) -> RunFailure | None:
-    """Return the error with which vLLM's engine process ended, and its traceback; None if it did not end."""
+def _engine_failure(log: str, stage: str, effect: str, settings: Mapping[str, object]) -> RunFailure | None:
+    """Return the failure of vLLM's engine process; None if the log does not show that it ended.
+
+    Args:
+        log: the driver's output.
+        stage: stage that failed.
+        effect: what the run showed of it.
+        settings: the recipe's settings, by dotted key.
+    """
     lines = [match["line"] for line in _COLOUR.sub("", log).splitlines() if (match := _ENGINE_LINE.search(line))]
     begin = next((index for index, line in enumerate(lines) if _ENGINE_END.search(line)), len(lines))
     # An error that led to another one comes before it.
     errors = [line.strip() for line in lines[begin:] if _ERROR_LINE.fullmatch(line.rstrip())]
-    return RunFailure("", errors[-1], "\n".join(lines[begin:])) if errors else None
-
-
-def _with_cause(failure: RunFailure, settings: Mapping[str, object]) -> RunFailure:
-    setting, fix = likely_cause(failure.error, failure.error, settings) or (None, None)
-    return replace(failure, setting=setting, fix=fix)
+    if not errors:
+        return None
+    error = f"{errors[-1]} (raised in vLLM's engine process; {effect})"
+    cause = likely_cause(errors[-1], errors[-1], settings) or (None, None)
+    return RunFailure(stage, error, "\n".join(lines[begin:]), *cause)
 
 
 def _last_stage(events: list[Mapping[str, Any]]) -> str:

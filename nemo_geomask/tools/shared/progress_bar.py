@@ -61,8 +61,8 @@ def print_time_left(done: int, total: int, seconds: float, noun: str) -> None:
         noun: plural for the items.
     """
     if sys.stderr.isatty() and done < total:
-        left = seconds / done * (total - done)
-        print(f"{done} of {total} {noun} in {seconds:.0f} s, about {left:.0f} s left", file=sys.stderr, flush=True)
+        remaining = seconds / done * (total - done)
+        print(f"{done} of {total} {noun} in {seconds:.0f} s, about {remaining:.0f} s left", file=sys.stderr, flush=True)
 
 
 def _create_bar(stream: TextIO):  # type: ignore[no-untyped-def]  # rich is not always installed

@@ -81,6 +81,7 @@ def test_noise_on_the_logits_is_divided_by_the_temperature(tmp_path):
     tempered = healthy_limits("bfloat16", "bfloat16", experts=False, temperature=0.5)
     assert (tempered.noise, tempered.far, tempered.far_noise) == (2 * DENSE.noise, DENSE.far, 2 * DENSE.far_noise)
     assert healthy_limits("bfloat16", "bfloat16", experts=False, temperature=2.0).noise == DENSE.noise / 2
+    assert healthy_limits("bfloat16", "bfloat16", experts=False, temperature=0.0) == DENSE
     assert "larger mismatch" in diagnosed(tmp_path, noise=0.12).cause
     assert diagnosed(tmp_path, limits=tempered, noise=0.12).cause == ""
     # At 0.1 the noise of a healthy model exceeds what is far at 1.
