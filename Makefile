@@ -156,6 +156,7 @@ docs: $(VENV)/.test
 	$(BIN)/python -m nemo_geomask.tools.diagnose.detection_power --page docs/background/verdict.md
 	$(BIN)/python -m nemo_geomask.tools.diagnose.metric_guide docs/reference/metrics.md
 	$(BIN)/python -m nemo_geomask.tools.lab.evidence
+	$(BIN)/python -m nemo_geomask.tools.lab.tuned_evidence
 	$(BIN)/python -m tests.tools.translate.peers.pages docs/reference/peers.md
 	$(BIN)/python -m tests.suite
 	$(BIN)/python -m nemo_geomask.tools.rehearse.case_matrix --table

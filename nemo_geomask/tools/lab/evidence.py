@@ -1,4 +1,4 @@
-"""Tables and figures of ``background/evidence.md`` and ``reference/lab.md`` in ``docs``, from ``docs/evidence/``.
+"""Tables and figures of the lab's runs in ``docs/reference``, from the data in ``docs/evidence/``.
 
 ``python -m nemo_geomask.tools.lab.evidence`` rewrites them. With ``--collect NAME DIR…`` it first writes the metrics of
 the runs in these folders to ``docs/evidence/NAME.parquet``. ``nemo_geomask/tools/lab/evidence.toml`` defines the
@@ -24,7 +24,10 @@ from nemo_geomask.tools.lab.run_store import RunCurves, read_curves
 from nemo_geomask.tools.shared.intervals import mean_interval
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
 
-__all__ = ["collect_runs", "load_runs", "rewrite_page", "search_table", "split_runs"]
+__all__ = ["PAGES", "collect_runs", "load_runs", "rewrite_page", "search_table", "split_runs"]
+
+PAGES = ("untuned_runs.md", "claims.md", "lab.md")
+"""Pages of ``docs/reference`` with tables of this data."""
 
 _METADATA_KEY = b"nemo_geomask.evidence"
 _FACTS = ("corrected", "chance", "sampler", "precision", "finished", "versions", "settings")
@@ -193,7 +196,7 @@ def _main() -> None:
             draw_evidence(curves, path.with_suffix(".png"), spec)
         if spec.panel_file:
             write_plot(curves, arguments.docs / spec.panel_file)
-    for page in (arguments.docs / "background" / "evidence.md", arguments.docs / "reference" / "lab.md"):
+    for page in (arguments.docs / "reference" / name for name in PAGES):
         page.write_text(rewrite_page(page), encoding="utf-8")
 
 

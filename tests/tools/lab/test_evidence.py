@@ -1,4 +1,4 @@
-"""docs/background/evidence.md says what its data say, and the data are what runs were."""
+"""The pages on the lab's runs say what their data say, and the data are what runs were."""
 
 import csv
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.lab.evidence import collect_runs, load_runs, rewrite_page, search_table, split_runs
+from nemo_geomask.tools.lab.evidence import PAGES, collect_runs, load_runs, rewrite_page, search_table, split_runs
 from nemo_geomask.tools.lab.evidence_columns import EVIDENCE_SPECS, EvidenceSpec, SeedMean
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 from nemo_geomask.tools.lab.outcome import final_reward
@@ -16,11 +16,12 @@ from nemo_geomask.tools.lab.run_store import Run, RunCurves, read_curves, write_
 from tests.tools.lab.tiny_recipe import TINY, merged
 
 pytest.importorskip("pyarrow", reason="runs are Parquet (demo extra)")
-PAGE = Path(__file__).parents[3] / "docs" / "background" / "evidence.md"
+DOCS = Path(__file__).parents[3] / "docs"
+TEXTS = {page: (DOCS / "reference" / page).read_text(encoding="utf-8") for page in PAGES}
 FACTS = {"corrected": False, "chance": 0.1, "sampler": "copy", "precision": "float32", "versions": {}}
 
 
-DATA = {path.stem: load_runs(path) for path in sorted((PAGE.parents[1] / "evidence").glob("*.parquet"))}
+DATA = {path.stem: load_runs(path) for path in sorted((DOCS / "evidence").glob("*.parquet"))}
 
 
 def by_label(name):
@@ -41,19 +42,17 @@ def highest(runs):
 
 
 def test_the_published_tables_are_the_datas():
-    pages = [PAGE, PAGE.parents[1] / "reference" / "lab.md"]
-    for page in pages:
-        assert rewrite_page(page) == page.read_text(encoding="utf-8")
+    for page, text in TEXTS.items():
+        assert rewrite_page(DOCS / "reference" / page) == text
     for name in DATA.keys() | EVIDENCE_SPECS.keys():
-        assert sum(f"<!-- {name}: begin -->" in page.read_text(encoding="utf-8") for page in pages) == 1, name
+        assert sum(f"<!-- {name}: begin -->" in text for text in TEXTS.values()) == 1, name
     drawn = {f"evidence/{name}.png" for name, spec in EVIDENCE_SPECS.items() if spec.curves}
-    assert drawn == set(re.findall(r"\(\.\./(evidence/\w+\.png)\)", PAGE.read_text(encoding="utf-8")))
+    assert drawn == set(re.findall(r"\(\.\./(evidence/\w+\.png)\)", "".join(TEXTS.values())))
 
 
 def test_what_was_searched_is_data_too():
-    rows = list(csv.DictReader((PAGE.parents[1] / "evidence" / "search.csv").open(encoding="utf-8")))
-    text = PAGE.read_text(encoding="utf-8")
-    assert all(f"<!-- {name}: begin -->" in text for name in {row["table"] for row in rows})
+    rows = list(csv.DictReader((DOCS / "evidence" / "search.csv").open(encoding="utf-8")))
+    assert all(f"<!-- {name}: begin -->" in TEXTS["untuned_runs.md"] for name in {row["table"] for row in rows})
     assert {int(row["seed"]) for row in rows} == {1, 2, 3, 4, 5}
 
 
@@ -137,7 +136,7 @@ def test_what_the_page_says_of_masked_weights_and_of_the_demo():
         masked, truncated = (list(runs[f"{kind}' weights, {how}"].values()) for how in ("masked", "truncated"))
         found, (low, high) = less.estimate(masked, truncated)
         assert re.search(rf"{found:.3f} more[^(]*\(−{-low:.3f} to \+{high:.3f}\)", said)
-        assert said in PAGE.read_text(encoding="utf-8").replace("\n  ", " ")
+        assert said in TEXTS["claims.md"].replace("\n  ", " ")
     demo = by_label("demo")
     assert highest(demo["clipped_pg:none"]) == (46, 57)
     gains = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 from pathlib import Path
 from statistics import fmean
 
@@ -284,3 +285,12 @@ def test_every_variant_that_a_figure_shows_has_its_colour():
     looks = {figure_name(row): figure_look(figure_name(row)) for row in rows}
     assert len({tuple(look.values()) for look in looks.values()}) == len(looks)
     assert figure_name("`clipped_pg:none`") == figure_name("none") == "uncorrected"
+
+
+def test_the_published_tables_are_the_datas(tmp_path):
+    shutil.copytree(ROOT / "docs" / "evidence" / "tuned", tmp_path / "evidence" / "tuned")
+    page = tmp_path / "background" / "evidence.md"
+    page.parent.mkdir()
+    shutil.copy(ROOT / "docs" / "background" / "evidence.md", page)
+    regimes = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")
+    assert rewrite_tables(tmp_path, regimes) == page.read_text(encoding="utf-8")
