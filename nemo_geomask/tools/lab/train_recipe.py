@@ -10,6 +10,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ def train_recipe(
         overrides: ``key.path=value``.
         compare: SPECs, separated by commas; None: the recipe's ``lab.compare``, or only its ``loss_fn`` if that is
             empty.
-        vary: ``key.path=value,value,…``; with several of them, all combinations are trained.
+        vary: ``key.path=value,value,…``; with several of them, all combinations are trained. Empty: the recipe's
+            ``lab.vary``.
         seeds: ``1..10`` or ``1,2,5``; None: the recipe's ``grpo.seed``.
         loss_from: a NeMo-RL recipe, whose ``loss_fn:`` replaces that of the lab recipe.
         jobs: number of training processes; None: one per core, at most one per run.
@@ -105,10 +107,14 @@ def plan_runs(
     """
     by_settings: dict[tuple[str, int], Run] = {}
     positions: dict[str, int] = {}
-    for combination in itertools.product(*map(parse_vary, vary)):
+
+    @cache
+    def read(settings: tuple[str, ...]) -> LabRecipe:
         with _recipe_with_loss(path, loss_from) as file:
-            data = load_recipe(file, [*overrides, *combination], new_keys=True)
-        recipe = LabRecipe.read(data, source=path.name)
+            return LabRecipe.read(load_recipe(file, [*overrides, *settings], new_keys=True), source=path.name)
+
+    for combination in itertools.product(*map(parse_vary, vary or read(()).lab.vary)):
+        recipe = read(combination)
         for variant in _compared_losses(recipe, compare):
             applicable = [setting for setting in combination if _concerns(setting, variant)]
             label = " ".join([variant.label, *applicable])
@@ -171,14 +177,14 @@ def parse_vary(text: str) -> list[str]:
         values = list(parsed.sweep_string_iterator())
     except Exception as error:
         raise ConfigError(
-            f"--vary: '{text}': {str(error).splitlines()[0]}; write key=value,value,…, such as "
+            f"--vary or lab.vary: '{text}': {str(error).splitlines()[0]}; write key=value,value,…, such as "
             "loss_fn.reference_policy_kl_type=k1,k2,k3"
         ) from None
     key = parsed.get_key_element()
     section, _, name = key.partition(".")
     if key == "grpo.seed" or (section == "lab" and name.partition(".")[0] in COMPUTE_KEYS):
         fix = "--seeds" if key == "grpo.seed" else "an override, since it does not change what is trained"
-        raise ConfigError(f"--vary: {key} can't be varied; use {fix}")
+        raise ConfigError(f"--vary or lab.vary: {key} can't be varied; use {fix}")
     return [f"{key}={value}" for value in values]
 
 

@@ -75,7 +75,7 @@ class PairedDifference:
         variant: the variant.
         by_seed: the differences.
         p: two-sided p-value of the exact sign-flip test.
-        adjusted_p: the same, adjusted by Holm's method for all differences of the question.
+        adjusted_p: the same, adjusted by Holm's method for all differences of its table.
         min_share: share of the seeds on which a difference that counts has its sign.
     """
 
@@ -109,8 +109,8 @@ class PairedDifference:
         interval = self.interval
         interval_text = "" if interval is None else " ({:+.3f} to {:+.3f})".format(*interval)
         positive = sum(value > 0 for value in self.by_seed.values())
-        seeds = f"{positive} of {len(self.by_seed)}"
-        return f"{self.mean:+.3f}{interval_text}; {seeds}; p {self.adjusted_p:.3f}: {self.verdict}"
+        seeds = f"higher on {positive} of {len(self.by_seed)}"
+        return f"{self.mean:+.3f}{interval_text}; {seeds}; p {self.adjusted_p:.3g}: {self.verdict}"
 
 
 def _mean_reward(runs: Sequence[TunedRun], cell: Cell, seeds: Sequence[int]) -> float:
@@ -196,6 +196,7 @@ class TunedChoice:
         worst_rates: each variant's worst learning rate at this bound.
         correction: the best correction, by its reward at the chosen bound and learning rate.
         alternative: the best variant that is no correction.
+        search_rewards: each variant's mean reward on the search seeds, at its chosen bound and learning rate.
     """
 
     regime: Regime
@@ -204,6 +205,14 @@ class TunedChoice:
     worst_rates: Mapping[str, float]
     correction: str
     alternative: str
+    search_rewards: Mapping[str, float]
+
+    @property
+    def below_grid(self) -> list[Cell]:
+        """Cells below the grid of the variants whose chosen learning rate is the grid's lowest."""
+        lowest = min(self.regime.learning_rates)
+        at_the_edge = [name for name, rate in self.rates.items() if rate == lowest]
+        return [Cell(name, self.bounds[name], rate) for rate in self.regime.below_grid for name in at_the_edge]
 
     @property
     def grid(self) -> dict[str, list[Cell]]:
@@ -249,7 +258,10 @@ def choose(runs: Iterable[TunedRun], regime: Regime) -> TunedChoice:
         names = [name for name, variant in regime.variants.items() if variant.is_correction == is_correction]
         return max(names, key=lambda name: by_variant[name][rates[name]])
 
-    return TunedChoice(regime, bounds, rates, worst, best(is_correction=True), best(is_correction=False))
+    search_rewards = {variant: by_rate[rates[variant]] for variant, by_rate in by_variant.items()}
+    return TunedChoice(
+        regime, bounds, rates, worst, best(is_correction=True), best(is_correction=False), search_rewards
+    )
 
 
 @dataclass(frozen=True)
@@ -260,20 +272,31 @@ class TunedComparison:
         choice: bounds, learning rates and variants that the search chose.
         grid: for each variant and learning rate, the confirmation runs by seed.
         primary: the best correction minus the best alternative, both tuned.
-        answers: for each measure, the differences from the variant without a correction.
-        against_alternative: the same for both measures over the learning rates, of corrections minus the alternative.
+        primary_runs: the runs of both, the correction's first, by seed.
+        tuned: the tuned variants minus the tuned variant without a correction.
+        over_rates: for both measures over the learning rates, the differences from the variant without a correction.
+        against_alternative: the same of corrections minus the best alternative.
+        below_grid: mean rewards on the search seeds of :attr:`TunedChoice.below_grid`; None where a run is missing.
     """
 
     choice: TunedChoice
     grid: Mapping[str, Mapping[float, Mapping[int, TunedRun]]]
     primary: PairedDifference
-    answers: Mapping[str, Sequence[PairedDifference]]
+    primary_runs: tuple[Mapping[int, TunedRun], Mapping[int, TunedRun]]
+    tuned: Mapping[str, Sequence[PairedDifference]]
+    over_rates: Mapping[str, Sequence[PairedDifference]]
     against_alternative: Mapping[str, Sequence[PairedDifference]]
+    below_grid: Mapping[Cell, float | None]
 
     @property
     def regime(self) -> Regime:
         """The regime."""
         return self.choice.regime
+
+    @property
+    def answers(self) -> dict[str, Sequence[PairedDifference]]:
+        """For each measure, the differences from the variant without a correction."""
+        return {**self.tuned, **self.over_rates}
 
 
 def compare_tuned_runs(runs: Iterable[TunedRun], regime: Regime) -> TunedComparison:
@@ -295,14 +318,18 @@ def compare_tuned_runs(runs: Iterable[TunedRun], regime: Regime) -> TunedCompari
         for variant, cells in choice.grid.items()
     }
 
-    def tuned_rewards(variant: str, seeds: Sequence[int]) -> dict[int, float]:
-        return {seed: by_key[choice.tuned_cell(variant), seed].reward for seed in seeds}
+    def tuned_runs(variant: str, seeds: Sequence[int]) -> dict[int, TunedRun]:
+        return {seed: by_key[choice.tuned_cell(variant), seed] for seed in seeds}
 
-    primary = _difference(
-        *(tuned_rewards(variant, regime.primary_seeds) for variant in (choice.correction, choice.alternative))
+    correction, alternative = (
+        tuned_runs(variant, regime.primary_seeds) for variant in (choice.correction, choice.alternative)
     )
+    primary = {seed: run.reward - alternative[seed].reward for seed, run in correction.items()}
     p = sign_flip_p(list(primary.values()))
-    tuned = {variant: tuned_rewards(variant, regime.confirmation_seeds) for variant in grid}
+    tuned = {
+        variant: {seed: run.reward for seed, run in tuned_runs(variant, regime.confirmation_seeds).items()}
+        for variant in grid
+    }
     over_rates = {
         _MEAN_RATE: {
             variant: {
@@ -323,18 +350,28 @@ def compare_tuned_runs(runs: Iterable[TunedRun], regime: Regime) -> TunedCompari
         choice,
         grid,
         PairedDifference(choice.correction, primary, p, p, min_share=0.0),
-        differences({_TUNED: tuned}, regime.baseline) | differences(over_rates, regime.baseline),
+        (correction, alternative),
+        differences({_TUNED: tuned}, regime.baseline),
+        differences(over_rates, regime.baseline),
         differences(
             {measure: {name: by_variant[name] for name in compared} for measure, by_variant in over_rates.items()},
             choice.alternative,
         ),
+        {cell: _mean_below_grid(by_key, cell, regime.search_seeds) for cell in choice.below_grid},
     )
+
+
+def _mean_below_grid(runs: Mapping[tuple[Cell, int], TunedRun], cell: Cell, seeds: Sequence[int]) -> float | None:
+    rewards = [runs[cell, seed].reward for seed in seeds if (cell, seed) in runs]
+    return fmean(rewards) if len(rewards) == len(seeds) else None
 
 
 def _check_machines(runs: Iterable[TunedRun]) -> None:
     by_seed: dict[int, set[str]] = {}
     for run in runs:
         facts = run.curves.facts
+        if not facts.get("machine") or not facts.get("versions"):
+            raise ConfigError(f"the run of '{run.cell.label}' on seed {run.seed} does not say where it was trained")
         by_seed.setdefault(run.seed, set()).add(f"{facts.get('machine')}, {facts.get('versions')}")
     for seed, machines in by_seed.items():
         if len(machines) > 1:

@@ -1,9 +1,9 @@
 """Runs, tables and figures of the comparison with tuned baselines, as ``docs/evidence/protocol.md`` fixes them.
 
-``python -m nemo_geomask.tools.lab.tuned_evidence REGIME bound|rate|confirm --out DIR`` trains what is missing of a
-stage, and writes the curves of its finished runs to ``docs/evidence/tuned/REGIME.parquet``. Without arguments it
-rewrites the tables of ``docs/background/evidence.md`` and the figures from these files. ``docs/evidence/tuned.toml``
-has regimes, variants and bounds.
+``python -m nemo_geomask.tools.lab.tuned_evidence REGIME STAGE --out DIR`` trains what is missing of a stage, and writes
+the curves of its finished runs to ``docs/evidence/tuned/REGIME.parquet``. Without arguments it rewrites the tables of
+``docs/background/evidence.md`` and the figures from these files. ``docs/evidence/tuned.toml`` has regimes, variants and
+bounds.
 """
 
 from __future__ import annotations
@@ -34,12 +34,21 @@ from nemo_geomask.tools.lab.tuned_regimes import Regime, read_regimes
 from nemo_geomask.tools.lab.tuned_tables import comparison_tables
 from nemo_geomask.tools.shared.markdown import replace_marked_text
 
-__all__ = ["Stage", "check_settings", "load_tuned_runs", "plan_stage", "with_missing_steps", "write_tuned_runs"]
+__all__ = [
+    "Stage",
+    "check_settings",
+    "check_stored_runs",
+    "load_tuned_runs",
+    "plan_stage",
+    "with_missing_steps",
+    "write_tuned_runs",
+]
 
-Stage = Literal["bound", "rate", "confirm"]
+Stage = Literal["bound", "rate", "confirm", "below"]
 """Stage of the protocol.
 
 ``bound`` searches the bound at one learning rate, ``rate`` the learning rate, and ``confirm`` is the confirmation.
+``below`` runs learning rates below the grid on the search seeds, for variants that chose the lowest of the grid.
 """
 
 _METRICS = ("reward", "validation/reward", "approx_entropy", "grad_norm")
@@ -53,7 +62,7 @@ def plan_stage(
 
     Args:
         regime: the regime.
-        stage: ``rate`` needs the runs of ``bound``, and ``confirm`` those of both.
+        stage: ``rate`` needs the runs of ``bound``, ``confirm`` and ``below`` those of both.
         runs: finished runs of earlier stages.
         out: folder of all runs.
         seeds: some of the stage's seeds; None: all.
@@ -93,7 +102,9 @@ def _stage_runs(regime: Regime, stage: Stage, runs: Iterable[TunedRun]) -> list[
     search = [run for run in runs if run.seed in regime.search_seeds]
     if stage == "confirm":
         return choose(search, regime).confirmation
-    if stage == "rate":
+    if stage == "below":
+        cells = choose(search, regime).below_grid
+    elif stage == "rate":
         bounds = choose_bounds(search, regime)
         cells = [Cell(name, bound, rate) for name, bound in bounds.items() for rate in regime.learning_rates]
     else:
@@ -124,11 +135,24 @@ def check_settings(stored: Iterable[TunedRun], planned: Mapping[Cell, Sequence[R
             )
 
 
+def check_stored_runs(regime: Regime, stored: Sequence[TunedRun]) -> None:
+    """Check the settings of all stored runs of a regime, as :func:`check_settings` does, in the stages that were run.
+
+    Raises:
+        ConfigError: a stored run has other settings than its cell.
+    """
+    for stage in get_args(Stage) if stored else ():
+        try:
+            _stage_runs(regime, stage, stored)
+        except ConfigError:
+            return  # an earlier stage is incomplete
+        check_settings(stored, plan_stage(regime, stage, stored, Path("results")))
+
+
 def with_missing_steps(curves: RunCurves, steps: int) -> RunCurves:
     """Return the curves of a run that raised an error, in which each missing step has a reward of 0."""
     absent = steps - curves.steps
-    fills = {"reward": 0.0, "approx_entropy": 0.0, "grad_norm": 0.0}
-    columns = {name: [*curves.series(name), *[fills.get(name, math.nan)] * absent] for name in _METRICS}
+    columns = {name: [*curves.series(name), *[0.0 if name == "reward" else math.nan] * absent] for name in _METRICS}
     return RunCurves({**curves.facts, "finished": True}, {"step": list(range(1, steps + 1)), **columns})
 
 
@@ -144,7 +168,11 @@ def write_tuned_runs(runs: Iterable[TunedRun], path: Path) -> None:
                 "bound": run.cell.bound,
                 "learning_rate": run.cell.learning_rate,
                 "seed": run.seed,
-                **{key: run.curves.facts.get(key) for key in ("machine", "versions", "settings", "chance")},
+                **{
+                    key: run.curves.facts[key]
+                    for key in ("machine", "versions", "settings", "chance", "error")
+                    if key in run.curves.facts
+                },
             }
         )
         rows["run"] += [index] * run.curves.steps
@@ -242,6 +270,8 @@ def _main() -> None:
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of the pages and data (default: docs)")
     arguments = parser.parse_args()
     regimes = read_regimes(arguments.docs / "evidence" / "tuned.toml")
+    for regime in regimes.values():
+        check_stored_runs(regime, load_tuned_runs(arguments.docs / "evidence" / "tuned" / f"{regime.name}.parquet"))
     if arguments.regime is not None:
         if arguments.regime not in regimes or arguments.stage is None:
             parser.error(

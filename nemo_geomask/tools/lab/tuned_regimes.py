@@ -50,6 +50,7 @@ class Regime:
         search_seeds: seeds of the search.
         confirmation_seeds: seeds of the confirmation, on which every variant is run.
         primary_seeds: seeds of the primary comparison, the confirmation's among them.
+        below_grid: learning rates that are run beside the grid, where the search chose its lowest one.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Regime:
     search_seeds: Sequence[int]
     confirmation_seeds: Sequence[int]
     primary_seeds: Sequence[int]
+    below_grid: Sequence[float] = ()
 
     @property
     def baseline(self) -> str:
@@ -86,6 +88,7 @@ def read_regimes(path: Path) -> dict[str, Regime]:
             rates,
             search_rate,
             **seeds,
+            below_grid=settings.get("below_grid", ()),
         )
         for name, settings in data.items()
     }

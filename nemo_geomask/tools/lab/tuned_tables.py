@@ -2,70 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
 from nemo_geomask.tools.lab.outcome import WINDOW, best_reward, has_collapsed, has_died
 from nemo_geomask.tools.lab.run_store import RunCurves
-from nemo_geomask.tools.lab.tuned_comparison import PairedDifference, TunedComparison
+from nemo_geomask.tools.lab.tuned_comparison import PairedDifference, TunedComparison, TunedRun
+from nemo_geomask.tools.shared.intervals import mean_interval
 from nemo_geomask.tools.shared.markdown import markdown_table
 
 __all__ = ["comparison_tables"]
 
+_COURSE_EVERY = 20  # steps between the columns of the primary comparison's course
+
 
 def comparison_tables(comparison: TunedComparison) -> str:
-    """Return the primary result, and four Markdown tables: rewards, other measures, and both kinds of differences."""
-    choice, regime, grid = comparison.choice, comparison.regime, comparison.grid
-    rewards = {
-        variant: {rate: [run.reward for run in by_seed.values()] for rate, by_seed in by_rate.items()}
-        for variant, by_rate in grid.items()
-    }
-    reward_rows = [
-        [
-            variant,
-            choice.bounds[variant],
-            *(f"{fmean(values):.3f} ({min(values):.3f})" for values in by_rate.values()),
-            f"{choice.rates[variant]:g}",
-            f"{choice.worst_rates[variant]:g}",
-        ]
-        for variant, by_rate in rewards.items()
-    ]
-    reward_head = ["variant", "bound", *(f"at {rate:g}" for rate in regime.learning_rates), "chosen", "worst"]
-    measure_rows = [
-        [
-            variant,
-            *_other_measures([run.curves for run in by_rate[choice.rates[variant]].values()]),
-            *_count_failures([run.curves for by_seed in by_rate.values() for run in by_seed.values()]),
-        ]
-        for variant, by_rate in grid.items()
-    ]
-    measure_head = [
-        *("variant", "all steps", "best 10 steps", "validation", "entropy", "gradient norm"),
-        *("died, all rates", "collapsed, all rates"),
-    ]
-    primary = comparison.primary
+    """Return the primary result and five Markdown tables, each with a line that says what its numbers are."""
+    choice, primary = comparison.choice, comparison.primary
+    count = len(comparison.regime.confirmation_seeds)
     return "\n\n".join(
         (
             f"**{choice.correction} minus {choice.alternative}**, both tuned, over {len(primary.by_seed)} seeds: "
             f"{primary.text}.",
-            markdown_table(reward_head, reward_rows),
-            markdown_table(measure_head, measure_rows),
-            _difference_table(f"minus {regime.baseline}", comparison.answers),
-            _difference_table(f"minus {choice.alternative}", comparison.against_alternative),
+            "The same over the steps, as means of ten steps with an interval, and on the validation prompts after the "
+            "last step. Nothing here is tested:",
+            _course_table(*comparison.primary_runs),
+            f"Mean reward of the last ten steps over {count} seeds, by learning rate; in parentheses that of the "
+            "lowest seed. Bound, chosen and worst learning rate are those of the search:",
+            _reward_table(comparison),
+            *_below_grid_text(comparison),
+            "Other measures. All but the last two columns are of the chosen learning rate:",
+            _measure_table(comparison),
+            *_failure_text(comparison),
+            f"Question 1, each variant tuned: reward minus that of {comparison.regime.baseline}:",
+            _difference_table(comparison.tuned),
+            "Question 2, without tuning the learning rate: the same over all rates, minus "
+            f"{comparison.regime.baseline}:",
+            _difference_table(comparison.over_rates),
+            f"The same, minus {choice.alternative}:",
+            _difference_table(comparison.against_alternative),
         )
     )
 
 
-def _difference_table(title: str, answers: Mapping[str, Sequence[PairedDifference]]) -> str:
-    by_measure = {measure: {row.variant: row.text for row in rows} for measure, rows in answers.items()}
-    names = next(iter(by_measure.values()))
-    rows = [[name, *(texts[name] for texts in by_measure.values())] for name in names]
-    return markdown_table([title, *by_measure], rows)
+def _reward_table(comparison: TunedComparison) -> str:
+    choice, regime = comparison.choice, comparison.regime
+    rows = []
+    for variant, by_rate in comparison.grid.items():
+        rewards = [[run.reward for run in by_seed.values()] for by_seed in by_rate.values()]
+        rows.append(
+            [
+                variant,
+                "correction" if regime.variants[variant].is_correction else "alternative",
+                choice.bounds[variant],
+                *(f"{fmean(values):.3f} ({min(values):.3f})" for values in rewards),
+                f"{choice.rates[variant]:g}",
+                f"{choice.worst_rates[variant]:g}",
+            ]
+        )
+    rates = (f"at {rate:g}" for rate in regime.learning_rates)
+    return markdown_table(["variant", "", "bound", *rates, "chosen", "worst"], rows)
+
+
+def _below_grid_text(comparison: TunedComparison) -> list[str]:
+    texts = [
+        f"{cell.variant} {reward:.3f} at {cell.learning_rate:g}"
+        for cell, reward in comparison.below_grid.items()
+        if reward is not None
+    ]
+    chosen = [
+        f"{variant} {reward:.3f}"
+        for variant, reward in comparison.choice.search_rewards.items()
+        if any(cell.variant == variant for cell in comparison.below_grid)
+    ]
+    if not texts:
+        return []
+    return [
+        f"Below the grid, on the search seeds: {', '.join(texts)}. There, at the lowest rate of the grid: "
+        f"{', '.join(chosen)}. This changes no choice."
+    ]
+
+
+def _measure_table(comparison: TunedComparison) -> str:
+    rows = []
+    for variant, by_rate in comparison.grid.items():
+        tuned = [run.curves for run in by_rate[comparison.choice.rates[variant]].values()]
+        all_rates = [run.curves for by_seed in by_rate.values() for run in by_seed.values()]
+        rows.append(
+            [
+                variant,
+                *_other_measures([run for run in tuned if "error" not in run.facts]),
+                f"{sum(has_died(run) for run in tuned)} of {len(tuned)}",
+                f"{sum(has_died(run) for run in all_rates)} of {len(all_rates)}",
+                f"{sum(has_collapsed(run.series('reward')) for run in all_rates)} of {len(all_rates)}",
+            ]
+        )
+    head = [
+        *("variant", "reward, all steps", "best 10 steps", "validation", "entropy", "gradient norm"),
+        *("died", "died, all rates", "collapsed, all rates"),
+    ]
+    return markdown_table(head, rows)
 
 
 def _other_measures(curves: Sequence[RunCurves]) -> tuple[str, ...]:
     """Return the means of the protocol's other measures over runs."""
-    validation = [value for run in curves for value in run.series("validation/reward")[-1:] if value == value]
+    if not curves:
+        return ("–",) * 5
+    validation = [value for run in curves if (value := _last_validation(run)) is not None]
     ends = {
         metric: fmean(value for run in curves for value in run.series(metric)[-WINDOW:])
         for metric in ("approx_entropy", "grad_norm")
@@ -74,14 +118,55 @@ def _other_measures(curves: Sequence[RunCurves]) -> tuple[str, ...]:
         f"{fmean(fmean(run.series('reward')) for run in curves):.3f}",
         f"{fmean(best_reward(run.series('reward')) for run in curves):.3f}",
         f"{fmean(validation):.3f}" if validation else "–",
-        f"{ends['approx_entropy']:.2f}",
+        f"{ends['approx_entropy']:.3f}",
         f"{ends['grad_norm']:.2f}",
     )
 
 
-def _count_failures(curves: Sequence[RunCurves]) -> tuple[str, str]:
-    """Return how many runs died, and how many collapsed."""
-    return (
-        f"{sum(has_died(run) for run in curves)} of {len(curves)}",
-        f"{sum(has_collapsed(run.series('reward')) for run in curves)} of {len(curves)}",
-    )
+def _last_validation(run: RunCurves) -> float | None:
+    value = run.series("validation/reward")[-1]
+    return None if math.isnan(value) else value
+
+
+def _failure_text(comparison: TunedComparison) -> list[str]:
+    failed = [
+        f"{variant} at {rate:g} on seed {seed}"
+        for variant, by_rate in comparison.grid.items()
+        for rate, by_seed in by_rate.items()
+        for seed, run in by_seed.items()
+        if "error" in run.curves.facts
+    ]
+    if not failed:
+        return []
+    return [f"Runs that raised an error, with a reward of 0 in their missing steps: {', '.join(failed)}."]
+
+
+def _course_table(correction: Mapping[int, TunedRun], alternative: Mapping[int, TunedRun]) -> str:
+    pairs = [(run.curves, alternative[seed].curves) for seed, run in correction.items()]
+    steps = pairs[0][0].steps
+    cells = {
+        f"step {end}": _mean_text(
+            fmean(one.series("reward")[end - WINDOW : end]) - fmean(other.series("reward")[end - WINDOW : end])
+            for one, other in pairs
+        )
+        for end in range(_COURSE_EVERY, steps + 1, _COURSE_EVERY)
+    }
+    cells["all steps"] = _mean_text(fmean(one.series("reward")) - fmean(other.series("reward")) for one, other in pairs)
+    ends = [(_last_validation(one), _last_validation(other)) for one, other in pairs]
+    cells["validation"] = _mean_text(one - other for one, other in ends if one is not None and other is not None)
+    return markdown_table(list(cells), [list(cells.values())])
+
+
+def _mean_text(differences: Iterable[float]) -> str:
+    values = list(differences)
+    if not values:
+        return "–"
+    interval = mean_interval(values)
+    return f"{fmean(values):+.3f}" + ("" if interval is None else " ({:+.3f} to {:+.3f})".format(*interval))
+
+
+def _difference_table(answers: Mapping[str, Sequence[PairedDifference]]) -> str:
+    by_measure = {measure: {row.variant: row.text for row in rows} for measure, rows in answers.items()}
+    names = next(iter(by_measure.values()))
+    rows = [[name, *(texts[name] for texts in by_measure.values())] for name in names]
+    return markdown_table(["variant", *by_measure], rows)

@@ -56,3 +56,22 @@ def test_a_loss_without_the_varied_option_is_trained_once(tmp_path, vary):
 def test_equal_settings_under_two_labels_are_still_an_error(tmp_path):
     with pytest.raises(ConfigError, match="have the same settings"):
         plan(tmp_path, "gspo:none,sapo:none", vary=["policy.lr=1e-3,0.001"])
+
+
+def test_a_recipe_names_what_is_varied_unless_the_command_line_does(tmp_path):
+    lab = {"vary": ["policy.lr=1e-3,2e-3"]}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(merged(TINY, {"lab": lab})), encoding="utf-8")
+
+    def rates(vary, *overrides):
+        runs = plan_runs(
+            recipe, overrides, compare="gspo:none", vary=vary, seeds=None, loss_from=None, out=tmp_path / "out"
+        )
+        assert all("vary" not in run.settings["lab"] for run in runs)
+        return {run.label: run.recipe.policy.lr for run in runs}
+
+    assert rates(()) == {"gspo:none policy.lr=0.001": 1e-3, "gspo:none policy.lr=0.002": 2e-3}
+    assert rates(["policy.lr=5e-4,1e-4"]).keys() == {"gspo:none policy.lr=0.0005", "gspo:none policy.lr=0.0001"}
+    assert list(rates((), "lab.vary=[]", "policy.lr=0.5").values()) == [0.5]
+    with pytest.raises(ConfigError, match=r"lab\.vary: 'policy.lr=1': it has only one value"):
+        rates((), "lab.vary=['policy.lr=1']")

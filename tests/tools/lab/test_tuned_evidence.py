@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import shutil
@@ -24,6 +25,7 @@ from nemo_geomask.tools.lab.tuned_comparison import (
 )
 from nemo_geomask.tools.lab.tuned_evidence import (
     check_settings,
+    check_stored_runs,
     load_tuned_runs,
     plan_stage,
     rewrite_tables,
@@ -164,19 +166,23 @@ def test_the_search_chooses_both_sides_of_the_primary_comparison():
 
 def test_the_tables_use_search_seeds_for_the_choice_alone():
     text = comparison_tables(compare_tuned_runs(confirmed_runs(), regime()))
-    primary, rewards, others, answers, against = text.split("\n\n")
-    assert primary.startswith(
-        "**OPSM minus KL term**, both tuned, over 16 seeds: -0.050 (-0.050 to -0.050); 0 of 16; p"
+    primary, _, course, _, rewards, _, others, _, tuned, _, over_rates, _, against = text.split("\n\n")
+    assert primary == (
+        "**OPSM minus KL term**, both tuned, over 16 seeds: -0.050 (-0.050 to -0.050); higher on 0 of 16; "
+        "p 3.05e-05: loss."
     )
-    assert primary.endswith(": loss.")
+    # Twenty steps of one reward each; validation is half of the reward.
+    assert course.splitlines()[0] == "| step 20 | all steps | validation |"
+    assert [cell.split(" ")[0] for cell in course.splitlines()[2].split(" | ")] == ["|", "-0.050", "-0.025"]
     # A reward is its search value plus the seed's 0.0301 to 0.0310; in brackets the lowest seed's.
-    assert row(rewards, "none") == ["0", "0.431 (0.430)", "0.131 (0.130)", "0.001", "0.002"]
-    assert row(rewards, "OPSM") == ["0", "0.431 (0.430)", "0.481 (0.480)", "0.001", "0.002"]
+    assert row(rewards, "none") == ["alternative", "0", "0.431 (0.430)", "0.131 (0.130)", "0.001", "0.002"]
+    assert row(rewards, "OPSM") == ["correction", "0", "0.431 (0.430)", "0.481 (0.480)", "0.001", "0.002"]
     # At its chosen rate no run died, at the other one all; validation is half of the reward.
-    assert row(others, "none") == ["0.431", "0.431", "0.215", "1.00", "1.00", "10 of 20", "0 of 20"]
-    tuned, mean, worst = row(answers, "OPSM")
-    assert tuned.startswith("+0.000")
-    assert tuned.endswith(": not detected")
+    assert row(others, "none") == ["0.431", "0.431", "0.215", "1.000", "1.00", "0 of 10", "10 of 20", "0 of 20"]
+    (best,) = row(tuned, "OPSM")
+    assert best.startswith("+0.000")
+    assert best.endswith(": not detected")
+    mean, worst = row(over_rates, "OPSM")
     assert mean.startswith("+0.175")
     # The worst rate of OPSM is that of the search, although the other one is worse here.
     assert worst.startswith("+0.350")
@@ -213,7 +219,7 @@ def test_the_page_gets_tables_and_a_figure_or_says_that_data_are_missing(tmp_pat
     write_tuned_runs(confirmed_runs(), data)
     text = rewrite_tables(tmp_path, regimes)
     assert "**OPSM minus KL term**" in text
-    assert "| OPSM | 0 | 0.431 (0.430) |" in text
+    assert "| OPSM | correction | 0 | 0.431 (0.430) |" in text
     assert data.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -287,10 +293,49 @@ def test_every_variant_that_a_figure_shows_has_its_colour():
     assert figure_name("`clipped_pg:none`") == figure_name("none") == "uncorrected"
 
 
-def test_the_published_tables_are_the_datas(tmp_path):
+def test_a_run_that_failed_is_named_and_its_missing_steps_are_in_no_other_measure():
+    runs = confirmed_runs()
+    (failed,) = (entry for entry in runs if entry.cell == Cell("OPSM", "0", 1e-3) and entry.seed == 303)
+    columns = {name: failed.curves.series(name)[:15] for name in ("reward", "validation/reward", "grad_norm")}
+    columns |= {"step": list(range(1, 16)), "approx_entropy": [9.0] * 15}
+    curves = with_missing_steps(RunCurves({**failed.curves.facts, "error": "no memory"}, columns), 20)
+    runs[runs.index(failed)] = TunedRun(failed.cell, curves)
+    comparison = compare_tuned_runs(runs, regime())
+    assert comparison.primary.by_seed[303] == pytest.approx((0.4 + 0.0303) / 2 - (0.45 + 0.0303))
+    text = comparison_tables(comparison)
+    assert "Runs that raised an error, with a reward of 0 in their missing steps: OPSM at 0.001 on seed 303." in text
+    assert row(text.partition("Other measures")[2].partition("Question 1")[0], "OPSM")[3] == "1.000"
+
+
+def test_learning_rates_below_the_grid_are_reported_and_choose_nothing():
+    plan = dataclasses.replace(regime(), below_grid=[5e-4])
+    below = [Cell("none", "0", 5e-4), Cell("OPSM", "0", 5e-4)]  # the KL term's best rate is not the lowest
+    choice = choose(confirmed_runs(), plan)
+    assert choice.below_grid == below
+    assert "Below the grid" not in comparison_tables(compare_tuned_runs(confirmed_runs(), plan))
+    added = [run(cell.variant, "0", 5e-4, seed, 0.9) for cell in below for seed in SEARCH]
+    comparison = compare_tuned_runs([*confirmed_runs(), *added[:-1]], plan)
+    assert comparison.choice == choice
+    assert (
+        "Below the grid, on the search seeds: none 0.900 at 0.0005. There, at the lowest rate of the grid: none 0.400, "
+        "OPSM 0.400. This changes no choice."
+    ) in comparison_tables(comparison)
+
+
+def test_a_run_without_its_machine_can_not_be_paired():
+    runs = confirmed_runs()
+    del runs[-1].curves.facts["machine"]
+    with pytest.raises(ConfigError, match="on seed 310 does not say where it was trained"):
+        compare_tuned_runs(runs, regime())
+
+
+def test_the_published_tables_are_the_datas(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "docs" / "evidence" / "tuned", tmp_path / "evidence" / "tuned")
     page = tmp_path / "background" / "evidence.md"
     page.parent.mkdir()
     shutil.copy(ROOT / "docs" / "background" / "evidence.md", page)
     regimes = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")
+    monkeypatch.chdir(ROOT)
+    for name, plan in regimes.items():
+        check_stored_runs(plan, load_tuned_runs(ROOT / "docs" / "evidence" / "tuned" / f"{name}.parquet"))
     assert rewrite_tables(tmp_path, regimes) == page.read_text(encoding="utf-8")
