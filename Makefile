@@ -12,7 +12,7 @@ HASHED := $(PIP) --no-deps --require-hashes
 .PHONY: help demo test quick matrix mutation soak audit pins vllm nemo-rl nemo-rl-losses gpu lint docs site release smoke clean
 
 help:
-	@echo "make demo   train a small MoE policy on stale samples, uncorrected and corrected, plot and diagnose it (about 3 minutes)"
+	@echo "make demo   train a small MoE policy with and without a mask at two learning rates, plot and diagnose it (about 3 minutes)"
 	@echo "make test   the whole test suite, on all cores; a release also runs it with PYTHON=python3.13, on NeMo-RL's torch"
 	@echo "make quick  formulas, losses, settings and rules, what needs no second process (about a minute on two cores)"
 	@echo "make matrix every objective, weight and mask on up to 16 ranks against the float64 oracle (about 15 minutes)"

@@ -11,7 +11,7 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.evidence import PAGES, collect_runs, load_runs, rewrite_page, search_table, split_runs
 from nemo_geomask.tools.lab.evidence_columns import EVIDENCE_SPECS, EvidenceSpec, SeedMean
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
-from nemo_geomask.tools.lab.outcome import final_reward
+from nemo_geomask.tools.lab.outcome import final_reward, has_died
 from nemo_geomask.tools.lab.run_store import Run, RunCurves, read_curves, write_steps
 from tests.tools.lab.tiny_recipe import TINY, merged
 
@@ -76,11 +76,7 @@ def test_all_published_runs_are_whole_and_on_the_seeds_that_the_page_says():
     for name, curves in DATA.items():
         labels = {curve.label for curve in curves}
         seeds = (
-            range(101, 111)
-            if name in ("stale", "lag4", "quantized")
-            else range(1, 6)
-            if name == "demo"
-            else range(101, 106)
+            range(101, 111) if name in ("stale", "lag4", "quantized") else [1] if name == "demo" else range(101, 106)
         )
         assert sorted((curve.label, curve.seed) for curve in curves) == sorted(
             (label, seed) for label in labels for seed in seeds
@@ -126,7 +122,7 @@ def test_what_the_page_says_of_ranks_and_of_documents():
     assert all(drawn[run.seed].series("reward") == run.series("reward") for run in documents)
 
 
-def test_what_the_page_says_of_masked_weights_and_of_the_demo():
+def test_what_the_page_says_of_masked_weights():
     runs = by_label("late")
     less = SeedMean("", "reward", last_steps=10, is_paired=True)
     for kind, said in (
@@ -137,17 +133,14 @@ def test_what_the_page_says_of_masked_weights_and_of_the_demo():
         found, (low, high) = less.estimate(masked, truncated)
         assert re.search(rf"{found:.3f} more[^(]*\(−{-low:.3f} to \+{high:.3f}\)", said)
         assert said in TEXTS["claims.md"].replace("\n  ", " ")
-    demo = by_label("demo")
-    assert highest(demo["clipped_pg:none"]) == (46, 57)
-    gains = {
-        label: sorted(
-            final_reward(demo[label][seed].series("reward")) - final_reward(run.series("reward"))
-            for seed, run in demo["clipped_pg:none"].items()
-        )
-        for label in ("clipped_pg:token", "clipped_pg:none+icepop")
-    }
-    assert [round(gains["clipped_pg:token"][place], 2) for place in (0, -1)] == [0.09, 0.24]
-    assert round(gains["clipped_pg:none+icepop"][1], 2) == 0.09
+
+
+def test_what_the_page_says_of_the_demo():
+    demo = {label: run[1] for label, run in by_label("demo").items()}
+    rewards = {label: final_reward(run.series("reward")) for label, run in demo.items()}
+    learned = [label for label, reward in rewards.items() if reward > 0.5]
+    assert learned == [label for label in demo if label != "clipped_pg:none` at 4e-3"]
+    assert [label for label, run in demo.items() if has_died(run)] == ["clipped_pg:none` at 4e-3"]
 
 
 def written(folder, label, seed, rewards, **settings):
