@@ -24,6 +24,7 @@ __all__ = [
     "TunedComparison",
     "TunedRun",
     "choose",
+    "choose_bound",
     "choose_bounds",
     "choose_rates",
     "compare_tuned_runs",
@@ -127,21 +128,24 @@ def _mean_reward(runs: Sequence[TunedRun], cell: Cell, seeds: Sequence[int]) -> 
 
 
 def choose_bounds(runs: Sequence[TunedRun], regime: Regime) -> dict[str, str]:
-    """Return each variant's bound with the highest mean reward at the search's learning rate.
+    """Return the bound of each variant that :func:`choose_bound` chooses."""
+    return {name: choose_bound(runs, regime, name) for name in regime.variants}
+
+
+def choose_bound(runs: Sequence[TunedRun], regime: Regime, name: str) -> str:
+    """Return a variant's bound with the highest mean reward at the search's learning rate.
 
     A tie goes to the published bound.
 
     Raises:
         ConfigError: a run is missing.
     """
-    chosen: dict[str, str] = {}
-    for variant in regime.variants.values():
-        means = {
-            bound: _mean_reward(runs, Cell(variant.name, bound, regime.search_rate), regime.search_seeds)
-            for bound in variant.bounds
-        }
-        chosen[variant.name] = max(means, key=lambda bound: (means[bound], bound == variant.published))
-    return chosen
+    variant = regime.variants[name]
+    means = {
+        bound: _mean_reward(runs, Cell(name, bound, regime.search_rate), regime.search_seeds)
+        for bound in variant.bounds
+    }
+    return max(means, key=lambda bound: (means[bound], bound == variant.published))
 
 
 def choose_rates(runs: Sequence[TunedRun], regime: Regime, bounds: Mapping[str, str]) -> dict[str, float]:

@@ -26,6 +26,7 @@ from nemo_geomask.tools.lab.tuned_comparison import (
     Cell,
     TunedRun,
     choose,
+    choose_bound,
     choose_bounds,
     compare_tuned_runs,
 )
@@ -44,10 +45,11 @@ __all__ = [
     "write_tuned_runs",
 ]
 
-Stage = Literal["bound", "rate", "confirm", "below"]
+Stage = Literal["baseline", "bound", "rate", "confirm", "below"]
 """Stage of the protocol.
 
-``bound`` searches the bound at one learning rate, ``rate`` the learning rate, and ``confirm`` is the confirmation.
+``baseline`` searches the bound of the first variant at one learning rate, ``bound`` that of all, and ``rate`` the
+learning rate; ``confirm`` is the confirmation.
 ``below`` runs learning rates below the grid on the search seeds, for variants that chose the lowest of the grid.
 """
 
@@ -62,7 +64,8 @@ def plan_stage(
 
     Args:
         regime: the regime.
-        stage: ``rate`` needs the runs of ``bound``, ``confirm`` and ``below`` those of both.
+        stage: ``rate`` needs the runs of ``bound``, ``confirm`` and ``below`` those of both. ``bound`` needs those of
+            ``baseline`` where the regime builds on them.
         runs: finished runs of earlier stages.
         out: folder of all runs.
         seeds: some of the stage's seeds; None: all.
@@ -70,6 +73,7 @@ def plan_stage(
     Raises:
         ConfigError: a run of an earlier stage is missing, or a seed does not belong to the stage.
     """
+    runs = list(runs)
     stage_runs = _stage_runs(regime, stage, runs)
     stage_seeds = list(dict.fromkeys(seed for _, seed in stage_runs))
     chosen_seeds = stage_seeds if seeds is None else seeds
@@ -81,7 +85,12 @@ def plan_stage(
         if not cell_seeds:
             continue
         variant = regime.variants[cell.variant]
-        overrides = [*regime.overrides, *variant.bounds[cell.bound], f"policy.lr={cell.learning_rate:g}"]
+        overrides = [
+            *regime.overrides,
+            *_baseline_overrides(regime, cell.variant, runs),
+            *variant.bounds[cell.bound],
+            f"policy.lr={cell.learning_rate:g}",
+        ]
         planned[cell] = [
             replace(run, label=cell.label, position=position)
             for run in plan_runs(
@@ -97,6 +106,13 @@ def plan_stage(
     return planned
 
 
+def _baseline_overrides(regime: Regime, variant: str, runs: Sequence[TunedRun]) -> Sequence[str]:
+    """Return the overrides that a variant takes over from the first one."""
+    if not regime.builds_on_baseline or variant == regime.baseline:
+        return ()
+    return regime.variants[regime.baseline].bounds[choose_bound(runs, regime, regime.baseline)]
+
+
 def _stage_runs(regime: Regime, stage: Stage, runs: Iterable[TunedRun]) -> list[tuple[Cell, int]]:
     """Return cell and seed of each run of a stage."""
     search = [run for run in runs if run.seed in regime.search_seeds]
@@ -108,11 +124,8 @@ def _stage_runs(regime: Regime, stage: Stage, runs: Iterable[TunedRun]) -> list[
         bounds = choose_bounds(search, regime)
         cells = [Cell(name, bound, rate) for name, bound in bounds.items() for rate in regime.learning_rates]
     else:
-        cells = [
-            Cell(variant.name, bound, regime.search_rate)
-            for variant in regime.variants.values()
-            for bound in variant.bounds
-        ]
+        names = [regime.baseline] if stage == "baseline" else list(regime.variants)
+        cells = [Cell(name, bound, regime.search_rate) for name in names for bound in regime.variants[name].bounds]
     return [(cell, seed) for cell in cells for seed in regime.search_seeds]
 
 

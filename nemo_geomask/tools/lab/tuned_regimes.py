@@ -51,6 +51,7 @@ class Regime:
         confirmation_seeds: seeds of the confirmation, on which every variant is run.
         primary_seeds: seeds of the primary comparison, the confirmation's among them.
         below_grid: learning rates that are run beside the grid, where the search chose its lowest one.
+        builds_on_baseline: True if the other variants run at the bound that the search chose for the first one.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Regime:
     confirmation_seeds: Sequence[int]
     primary_seeds: Sequence[int]
     below_grid: Sequence[float] = ()
+    builds_on_baseline: bool = False
 
     @property
     def baseline(self) -> str:
@@ -89,6 +91,7 @@ def read_regimes(path: Path) -> dict[str, Regime]:
             search_rate,
             **seeds,
             below_grid=settings.get("below_grid", ()),
+            builds_on_baseline=settings.get("builds_on_baseline", False),
         )
         for name, settings in data.items()
     }

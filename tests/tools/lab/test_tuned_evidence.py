@@ -238,12 +238,20 @@ def test_the_data_file_keeps_curves_and_each_runs_machine(tmp_path):
 def test_the_protocols_regimes_can_be_planned(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     regimes = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")
+    stale = regimes.pop("stale")
     planned = {name: plan_stage(regime, "bound", [], tmp_path, seeds=[1]) for name, regime in regimes.items()}
     assert {name: len(cells) for name, cells in planned.items()} == {
         "step_size": 20,
-        "stale": 15,
         "lag_8": 7,
     }
+    # In the stale regime, corrections run at the clip that was chosen without one.
+    assert {cell.variant for cell in plan_stage(stale, "baseline", [], tmp_path)} == {"none"}
+    with pytest.raises(ConfigError, match="the run of 'none bound=0.1 and 0.14 lr=0.002' is missing"):
+        plan_stage(stale, "bound", [], tmp_path, seeds=[1])
+    clips = dict(zip(stale.variants["none"].bounds, (0.3, 0.2, 0.1), strict=True))
+    tried = [run("none", bound, 2e-3, seed, reward) for bound, reward in clips.items() for seed in range(1, 6)]
+    for cell, (plan, *_) in plan_stage(stale, "bound", tried, tmp_path, seeds=[1]).items():
+        assert (plan.recipe.loss_fn["ratio_clip_max"] == 0.14) == (cell.bound not in ("0.2 and 0.28", "0.4 and 0.56"))
     step_size = regimes["step_size"]
     planned = plan_stage(step_size, "bound", [], tmp_path, seeds=[2])
     settings = {(cell.variant, cell.bound): runs[0].recipe for cell, runs in planned.items()}
