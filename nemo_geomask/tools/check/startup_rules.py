@@ -115,12 +115,24 @@ def _multiplier_without_dynamic_sampling(facts: RecipeFacts) -> Iterator[Hit]:
 
 
 def _async_with_batch_features(facts: RecipeFacts) -> Iterator[Hit]:
-    if not facts.is_async or facts.algorithm != "grpo":
+    name = facts.algorithm
+    if not facts.is_async or name not in ("grpo", "ppo"):
         return
-    switches = ("grpo.use_dynamic_sampling", "grpo.reward_scaling.enabled", "grpo.reward_shaping.enabled")
-    for key in (*switches, "data.use_multiple_dataloader"):
+    trainer, switch = f"asynchronous {name.upper()}", f"{name}.async_{name}.enabled: false"
+    keys = [f"{name}.use_dynamic_sampling", f"{name}.reward_scaling.enabled", f"{name}.reward_shaping.enabled"]
+    keys.append("data.use_multiple_dataloader")
+    if name == "ppo":
+        keys += ["env.should_use_nemo_gym", "loss_fn.force_on_policy_ratio"]
+        epochs = facts.get("ppo.max_num_epochs")
+        if epochs != -1:
+            found = "not set" if epochs is None else as_yaml(epochs)
+            yield Hit(
+                "ppo.max_num_epochs",
+                f"{found}: {trainer} has no limit of epochs; set -1, and the length by ppo.max_num_steps",
+            )
+    for key in keys:
         if facts.is_true(key):
-            yield Hit(key, "true is not supported by asynchronous GRPO; set false, or grpo.async_grpo.enabled: false")
+            yield Hit(key, f"true is not supported by {trainer}; set false, or {switch}")
 
 
 def _single_controller(facts: RecipeFacts) -> Iterator[Hit]:
@@ -202,8 +214,8 @@ RULES = (
     Rule(
         "GM328",
         "error",
-        "asynchronous GRPO with a feature of the synchronous trainer",
-        "NeMo-RL examples/run_grpo.py",
+        "asynchronous training with a feature of the synchronous trainer",
+        "NeMo-RL examples/run_grpo.py, run_ppo.py",
         _async_with_batch_features,
     ),
     Rule(

@@ -917,6 +917,15 @@ CASES = {
     "GM328": [
         ({**ASYNC, "grpo.use_dynamic_sampling": True}, {"grpo.use_dynamic_sampling": True}),
         ({**ASYNC, "data.use_multiple_dataloader": True}, ASYNC),
+        (
+            {"ppo.async_ppo.enabled": True, "ppo.max_num_epochs": -1, "ppo.reward_shaping.enabled": True},
+            {"ppo.async_ppo.enabled": True, "ppo.max_num_epochs": -1},
+        ),
+        ({"ppo.async_ppo.enabled": True}, {"ppo.async_ppo.enabled": False}),
+        (
+            {"ppo.async_ppo.enabled": True, "ppo.max_num_epochs": -1, "loss_fn.force_on_policy_ratio": True},
+            {"ppo.async_ppo.enabled": True, "ppo.max_num_epochs": -1, "loss_fn.force_on_policy_ratio": False},
+        ),
     ],
     "GM329": [
         ({**CARDS, f"{VLLM}.tensor_parallel_size": 3}, {**CARDS, f"{VLLM}.tensor_parallel_size": 4}),
