@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,24 @@ def test_a_loss_of_a_page_is_valid(page):
         settings = yaml.safe_load(block.replace("${oc.env", "$(oc.env")).get("loss_fn") if "loss_fn:" in block else None
         if settings and "my_" not in block and "topr" not in block:
             build_loss({"name": "clipped_pg", **settings})
+
+
+def test_a_loss_by_paper_is_valid_in_nemo_rls_recipes():
+    text = (DOCS / "how_to" / "peers.md").read_text(encoding="utf-8")
+    losses = re.findall(r"`(\{name: .*?\})`(?= \||;)|with token-level advantages `(\{.*?\})`", text)
+    assert len(losses) >= 20
+    for first, second in losses:
+        # What examples/configs/grpo_math_1B.yaml sets.
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            build_loss(
+                {
+                    "token_level_loss": True,
+                    "ratio_clip_min": 0.2,
+                    "ratio_clip_max": 0.2,
+                    **yaml.safe_load(first or second),
+                }
+            )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
