@@ -140,12 +140,15 @@ def choose_bound(runs: Sequence[TunedRun], regime: Regime, name: str) -> str:
     Raises:
         ConfigError: a run is missing.
     """
-    variant = regime.variants[name]
-    means = {
+    means = _rewards_by_bound(runs, regime, name)
+    return max(means, key=lambda bound: (means[bound], bound == regime.variants[name].published))
+
+
+def _rewards_by_bound(runs: Sequence[TunedRun], regime: Regime, name: str) -> dict[str, float]:
+    return {
         bound: _mean_reward(runs, Cell(name, bound, regime.search_rate), regime.search_seeds)
-        for bound in variant.bounds
+        for bound in regime.variants[name].bounds
     }
-    return max(means, key=lambda bound: (means[bound], bound == variant.published))
 
 
 def choose_rates(runs: Sequence[TunedRun], regime: Regime, bounds: Mapping[str, str]) -> dict[str, float]:
@@ -201,6 +204,7 @@ class TunedChoice:
         correction: the best correction, by its reward at the chosen bound and learning rate.
         alternative: the best variant that is no correction.
         search_rewards: each variant's mean reward on the search seeds, at its chosen bound and learning rate.
+        bound_rewards: each variant's mean reward on the search seeds by bound, at the search's learning rate.
     """
 
     regime: Regime
@@ -210,6 +214,7 @@ class TunedChoice:
     correction: str
     alternative: str
     search_rewards: Mapping[str, float]
+    bound_rewards: Mapping[str, Mapping[str, float]]
 
     @property
     def below_grid(self) -> list[Cell]:
@@ -263,8 +268,9 @@ def choose(runs: Iterable[TunedRun], regime: Regime) -> TunedChoice:
         return max(names, key=lambda name: by_variant[name][rates[name]])
 
     search_rewards = {variant: by_rate[rates[variant]] for variant, by_rate in by_variant.items()}
+    bound_rewards = {name: _rewards_by_bound(search, regime, name) for name in regime.variants}
     return TunedChoice(
-        regime, bounds, rates, worst, best(is_correction=True), best(is_correction=False), search_rewards
+        regime, bounds, rates, worst, best(is_correction=True), best(is_correction=False), search_rewards, bound_rewards
     )
 
 

@@ -18,7 +18,7 @@ _COURSE_EVERY = 20  # steps between the columns of the primary comparison's cour
 
 
 def comparison_tables(comparison: TunedComparison) -> str:
-    """Return the primary result and five Markdown tables, each with a line that says what its numbers are."""
+    """Return the primary result and seven Markdown tables, each with a line that says what its numbers are."""
     choice, primary = comparison.choice, comparison.primary
     count = len(comparison.regime.confirmation_seeds)
     return "\n\n".join(
@@ -32,6 +32,8 @@ def comparison_tables(comparison: TunedComparison) -> str:
             "lowest seed. Bound, chosen and worst learning rate are those of the search:",
             _reward_table(comparison),
             *_below_grid_text(comparison),
+            f"Bounds, by the mean reward on the search seeds at a learning rate of {comparison.regime.search_rate:g}:",
+            _bound_table(comparison),
             "Other measures. All but the last two columns are of the chosen learning rate:",
             _measure_table(comparison),
             *_failure_text(comparison),
@@ -63,6 +65,15 @@ def _reward_table(comparison: TunedComparison) -> str:
         )
     rates = (f"at {rate:g}" for rate in regime.learning_rates)
     return markdown_table(["variant", "", "bound", *rates, "chosen", "worst"], rows)
+
+
+def _bound_table(comparison: TunedComparison) -> str:
+    rows = [
+        [variant, comparison.regime.variants[variant].published, ", ".join(f"{b}: {r:.3f}" for b, r in rewards.items())]
+        for variant, rewards in comparison.choice.bound_rewards.items()
+        if len(rewards) > 1
+    ]
+    return markdown_table(["variant", "published bound", "mean reward by bound"], rows)
 
 
 def _below_grid_text(comparison: TunedComparison) -> list[str]:

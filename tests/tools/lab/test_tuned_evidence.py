@@ -84,6 +84,10 @@ def test_a_tie_goes_to_the_published_bound_and_to_the_lower_rate():
     runs = [run("a", bound, rate, seed, 0.4) for bound in "012" for rate in RATES for seed in SEARCH]
     plan = regime(published="2", bounds="012", names="a")
     assert choose_bounds(runs, plan) == {"a": "2"}
+    runs += [run("mask", bound, rate, seed, 0.5) for bound in "012" for rate in RATES for seed in SEARCH]
+    variants = {**plan.variants, "mask": TunedVariant("mask", "clipped_pg:mask", plan.variants["a"].bounds, "2", True)}
+    choice = choose(runs, dataclasses.replace(plan, variants=variants))
+    assert choice.bound_rewards == {"a": dict.fromkeys("012", 0.4), "mask": dict.fromkeys("012", 0.5)}
     assert choose_rates(runs, plan, {"a": "2"}) == {"a": 1e-3}
 
 
@@ -166,7 +170,7 @@ def test_the_search_chooses_both_sides_of_the_primary_comparison():
 
 def test_the_tables_use_search_seeds_for_the_choice_alone():
     text = comparison_tables(compare_tuned_runs(confirmed_runs(), regime()))
-    primary, _, course, _, rewards, _, others, _, tuned, _, over_rates, _, against = text.split("\n\n")
+    primary, _, course, _, rewards, _, bounds, _, others, _, tuned, _, over_rates, _, against = text.split("\n\n")
     assert primary == (
         "**OPSM minus KL term**, both tuned, over 16 seeds: -0.050 (-0.050 to -0.050); higher on 0 of 16; "
         "p 3.05e-05: loss."
@@ -177,6 +181,7 @@ def test_the_tables_use_search_seeds_for_the_choice_alone():
     # A reward is its search value plus the seed's 0.0301 to 0.0310; in brackets the lowest seed's.
     assert row(rewards, "none") == ["alternative", "0", "0.431 (0.430)", "0.131 (0.130)", "0.001", "0.002"]
     assert row(rewards, "OPSM") == ["correction", "0", "0.431 (0.430)", "0.481 (0.480)", "0.001", "0.002"]
+    assert bounds.splitlines()[2:] == []  # one bound each
     # At its chosen rate no run died, at the other one all; validation is half of the reward.
     assert row(others, "none") == ["0.431", "0.431", "0.215", "1.000", "1.00", "0 of 10", "10 of 20", "0 of 20"]
     (best,) = row(tuned, "OPSM")
