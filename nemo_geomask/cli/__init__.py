@@ -292,6 +292,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     chosen = next((word for word in argv if not word.startswith("-")), None)
     parser = create_parser([] if chosen is None else [chosen])
     commands = all_commands(parser)
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
     if chosen is not None and chosen not in commands:
         hint = _nearest(chosen, commands) or f"choose from {', '.join(commands)}"
         parser.error(f"there is no command '{chosen}'; {hint}")

@@ -14,6 +14,8 @@ from nemo_geomask.recipe.origins import Origin, Origins
 __all__ = ["apply_override", "first_line"]
 
 _ABSENT = object()
+_VLLM_KEYS = ("enable_prefix_caching", "kv_cache_dtype", "logprobs_mode")
+"""Keys of ``vllm_cfg`` that NeMo-RL reads, most of its recipes lack, and rules of ``check`` set."""
 
 
 def apply_override(config: Any, origins: Origins, override: str, *, new_keys: bool) -> tuple[Any, Origins]:
@@ -134,7 +136,7 @@ def _nearest_key(plain: Any, key: str) -> str | None:
     from nemo_geomask.config.strict import nearest
 
     # Valid keys that the recipe may lack. Without them, the suggestion for one would be a similar key that it has.
-    addable_keys = {"loss_fn": tuple(LossConfig.model_fields)}
+    addable_keys = {"loss_fn": tuple(LossConfig.model_fields), "policy.generation.vllm_cfg": _VLLM_KEYS}
     path: list[str] = []
     node = plain
     for name in re.split("[./]", key):

@@ -144,3 +144,10 @@ def test_no_option_is_read_by_a_function_that_shows_its_own_name(command):
             for text in ("abc", "", "1e"):
                 with pytest.raises(argparse.ArgumentTypeError):
                     action.type(text)
+
+
+def test_without_a_command_the_commands_are_listed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "diagnose" in capsys.readouterr().err

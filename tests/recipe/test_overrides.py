@@ -310,3 +310,11 @@ def test_refused_as_by_nemo_rl(overrides, child):
         theirs(overrides)
     with pytest.raises(ConfigError):
         load_recipe(path, overrides)
+
+
+def test_a_key_that_vllm_has_is_not_taken_for_that_of_another_engine(recipe):
+    other = "++policy.generation.mcore_generation_config.enable_prefix_caching=true"
+    with pytest.raises(ConfigError) as caught:
+        recipe(other, "policy.generation.vllm_cfg.enable_prefix_caching=false")
+    assert "did you mean" not in str(caught.value)
+    assert "++policy.generation.vllm_cfg.enable_prefix_caching=false" in str(caught.value)

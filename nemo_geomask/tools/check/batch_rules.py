@@ -40,13 +40,15 @@ def _scoring_batch_size(facts: RecipeFacts) -> Iterator[Hit]:
     # Under force_on_policy_ratio, no prev_logprobs are compared with curr.
     if facts.tensor_parallel < 4 or uses_one_size or facts.config.force_on_policy_ratio:
         return
+    is_refused = "force_on_policy_ratio" in facts.objective.refuses
+    on_policy = ", or set force_on_policy_ratio: true in the loss if there is one optimiser step per rollout batch"
     yield Hit(
         "policy.logprob_batch_size",
-        f"{scoring:g}, but train_micro_batch_size: {training:g}: NeMo-RL does not start such a run. With tensor "
-        f"parallelism {facts.tensor_parallel}, the results of some kernels depend on the batch size, so curr and prev "
-        "differ for the same weights. Make the two equal, or use a tensor parallelism of 1 or 2, or set "
-        "force_on_policy_ratio: true in the loss if there is one optimiser step per rollout batch. The environment "
-        "variable NRL_IGNORE_TP_ACCURACY_CHECK=1 skips NeMo-RL's check, and the difference stays",
+        f"{scoring:g}, but train_micro_batch_size: {training:g}: NeMo-RL does not start such a run unless the "
+        "environment variable NRL_IGNORE_TP_ACCURACY_CHECK=1 skips this check. With tensor parallelism "
+        f"{facts.tensor_parallel}, the results of some kernels depend on the batch size, so curr and prev differ for "
+        "the same weights. Make the two equal, or use a tensor parallelism of 1 or 2"
+        f"{'' if is_refused else on_policy}",
     )
 
 

@@ -56,7 +56,7 @@ class BulkCheck:
 
 
 def check_many(paths: Sequence[str], options: CheckOptions) -> BulkCheck:
-    """Check files, and all recipes below folders.
+    """Check files, and all recipes below folders, except those of virtual environments and in hidden folders.
 
     Args:
         paths: recipes and folders.
@@ -71,7 +71,7 @@ def check_many(paths: Sequence[str], options: CheckOptions) -> BulkCheck:
         if not Path(path).is_dir():
             recipes.append(path)
             continue
-        files = sorted(file for file in Path(path).rglob("*") if file.suffix in (".yaml", ".yml"))
+        files = _yaml_files(Path(path))
         recipe_files = [file for file in files if _is_recipe(file)]
         if not recipe_files:
             raise ConfigError(f"{path}: there is no recipe in this folder; name a folder with YAML files of NeMo-RL")
@@ -86,6 +86,16 @@ def check_many(paths: Sequence[str], options: CheckOptions) -> BulkCheck:
         except GeomaskError as error:
             unreadable.append((recipe, error))
     return BulkCheck(tuple(checked), tuple(unreadable), skipped)
+
+
+def _yaml_files(folder: Path) -> list[Path]:
+    """Return the YAML files at and below a folder, except those of virtual environments and in hidden folders."""
+    files: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        is_environment = "pyvenv.cfg" in names
+        folders[:] = [] if is_environment else [name for name in folders if not name.startswith(".")]
+        files += [Path(place, name) for name in names if name.endswith((".yaml", ".yml")) and not is_environment]
+    return sorted(files)
 
 
 def _is_recipe(file: Path) -> bool:

@@ -148,7 +148,7 @@ def _routes_lost_to_prefix_cache(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(
             key,
             "with router replay, vLLM may return no routes for prompts from the prefix cache, and the trainer then "
-            "routes them by itself; set enable_prefix_caching: false, so that all routes are returned",
+            "routes them by itself; add enable_prefix_caching: false, so that all routes are returned",
         )
 
 

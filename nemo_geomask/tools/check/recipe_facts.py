@@ -82,10 +82,23 @@ class RecipeFacts:
         Raises:
             LookupError: the recipe trains no policy loss.
         """
+        return self._resolved_loss.config
+
+    @property
+    def objective(self) -> Objective:
+        """The objective of the loss, or of the provisional loss.
+
+        Raises:
+            LookupError: the recipe trains no policy loss.
+        """
+        return self._resolved_loss.variant
+
+    @property
+    def _resolved_loss(self) -> ResolvedLoss[Objective]:
         loss = self.loss or self.provisional_loss
         if loss is None:
             raise LookupError("the recipe trains no policy loss")
-        return loss.config
+        return loss
 
     @property
     def has_config(self) -> bool:

@@ -169,6 +169,7 @@ RULES = (
         "asynchronous training without importance-sampling correction",
         _ASYNC,
         _async_without_correction,
+        applies_to_lab=False,
     ),
     Rule(
         "GM302",
@@ -176,6 +177,7 @@ RULES = (
         "asynchronous training without vLLM's async engine on separate GPUs",
         _ASYNC,
         _async_without_engine,
+        applies_to_lab=False,
     ),
     Rule("GM303", "error", "FP8 rollouts without importance-sampling correction", _SETUP, _fp8_without_correction),
     Rule("GM304", "error", "FP8 KV cache with incompatible settings", _SETUP, _fp8_kv_cache),
@@ -185,6 +187,7 @@ RULES = (
         "router replay with incompatible settings",
         "NeMo-RL `validate_router_replay_config`",
         _router_replay,
+        applies_to_lab=False,
     ),
     Rule(
         "GM312",

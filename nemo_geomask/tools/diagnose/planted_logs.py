@@ -206,11 +206,17 @@ def _main() -> None:
     parser.add_argument("--steps", type=int, default=RunShape.steps)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if any(arguments.directory.glob("*.parquet")):
+        parser.error(f"{arguments.directory} holds a log already; name another folder")
     for step in range(1, arguments.steps + 1):
         steps_since_onset = step - arguments.onset + 1
         cause = arguments.cause if steps_since_onset > 0 else None
         block = planted_step(arguments.seed, step, cause, arguments.strength, steps_since_onset=steps_since_onset)
         write_step(arguments.directory, block)
+    print(
+        f"{arguments.directory}: {arguments.steps} steps, "
+        + (f"with {arguments.cause} from step {arguments.onset} on" if arguments.cause else "without a cause")
+    )
 
 
 if __name__ == "__main__":

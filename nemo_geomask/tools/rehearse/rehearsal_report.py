@@ -91,8 +91,7 @@ def _plan(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
     """Yield the plan of a rehearsal that was not run."""
     yield f"would run {plan.script} for {plan.steps} steps, with"
     yield from (f"  {line}" for line in _size(plan))
-    if absent := [name for name in _REQUIREMENTS if importlib.util.find_spec(name) is None]:
-        yield f"  not with this Python ({sys.executable}), which has no {', '.join(absent)}: use NeMo-RL's environment"
+    yield from _absent_requirements()
     yield "changed settings:"
     for change in plan.changes:
         if change.was == change.value:
@@ -107,8 +106,14 @@ def _plan(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
     yield f"nothing was run or written; the rehearsal would write to {rehearsal.folder} alone"
 
 
+def _absent_requirements() -> Iterator[str]:
+    if absent := [name for name in _REQUIREMENTS if importlib.util.find_spec(name) is None]:
+        yield f"  not with this Python ({sys.executable}), which has no {', '.join(absent)}: use NeMo-RL's environment"
+
+
 def _failure(failure: RunFailure, folder: Path) -> Iterator[str]:
     yield from _sentence(f"failed in {failure.stage}", failure)
+    yield from _absent_requirements()
     if failure.text != failure.error:
         yield ""
         yield from (f"  | {line}" for line in failure.text.rstrip().splitlines())

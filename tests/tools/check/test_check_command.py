@@ -245,6 +245,12 @@ loss_fn:
         assert (status, result["skipped"], result["summary"]["error"]) == (2, 0, 2)
         assert [each["recipe"] for each in result["recipes"]] == ["base.yaml", "child.yaml"]
         assert check("base.yaml", "child.yaml")[0] == 0
+        (tmp_path / "venv" / "share").mkdir(parents=True)
+        (tmp_path / "venv" / "pyvenv.cfg").touch()
+        (tmp_path / ".hidden").mkdir()
+        for place in ("venv/share", ".hidden"):
+            (tmp_path / place / "other.yaml").write_text("loss_fn: {ratio_clip_mn: 1}\n", encoding="utf-8")
+        assert "4 recipes: 2 errors" in check(tmp_path)[1]
         (tmp_path / "empty").mkdir()
         status, _, err = check("empty")
         assert (status, "there is no recipe in this folder" in err) == (2, True)

@@ -1308,6 +1308,15 @@ def test_rules_are_checked_without_what_is_invalid(changes, expected, findings):
     assert {finding.rule.id for finding in findings(changes)} == expected
 
 
+def test_a_way_out_is_one_that_the_objective_allows(findings):
+    def message(name):
+        changes = {"loss_fn.name": name, TP: 4, SCORING: 8}
+        return next(finding.message for finding in findings(changes) if finding.rule.id == "GM307")
+
+    assert "set force_on_policy_ratio: true" in message("clipped_pg")
+    assert "force_on_policy_ratio" not in message("gspo")
+
+
 def test_bounds_beyond_reach_on_one_side_are_not_said_to_remove_nothing(findings):
     def message(low, high):
         mask = {"preset": "geometric", "min": low, "max": high}

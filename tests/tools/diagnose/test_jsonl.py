@@ -154,6 +154,8 @@ def test_runs_are_found_below_the_folders_given(tmp_path):
         find_runs([tmp_path / "a", tmp_path / "empty"] if (tmp_path / "empty").mkdir() else [tmp_path / "empty"])
     with pytest.raises(DataError, match="no such folder"):
         find_runs([tmp_path / "missing"])
+    with pytest.raises(DataError, match="is a file, not a folder; name that of the records"):
+        find_runs([tmp_path / "a" / "train_data_step2.jsonl"])
 
 
 def test_a_record_replaces_the_log_of_its_step(tmp_path):
