@@ -13,6 +13,7 @@ import pytest
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.evidence_columns import EVIDENCE_SPECS, figure_look, figure_name
+from nemo_geomask.tools.lab.outcome import has_died
 from nemo_geomask.tools.lab.run_store import RunCurves
 from nemo_geomask.tools.lab.tuned_comparison import (
     Cell,
@@ -352,3 +353,30 @@ def test_the_published_tables_are_the_datas(tmp_path, monkeypatch):
     for name, plan in regimes.items():
         check_stored_runs(plan, load_tuned_runs(ROOT / "docs" / "evidence" / "tuned" / f"{name}.parquet"))
     assert rewrite_tables(tmp_path, regimes) == page.read_text(encoding="utf-8")
+
+
+def test_what_the_page_says_of_the_step_size():
+    page = " ".join((ROOT / "docs" / "background" / "evidence.md").read_text(encoding="utf-8").split())
+    plan = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")["step_size"]
+    found = compare_tuned_runs(load_tuned_runs(ROOT / "docs" / "evidence" / "tuned" / "step_size.parquet"), plan)
+    primary = found.primary
+    low, high = primary.interval
+    higher = sum(value > 0 for value in primary.by_seed.values())
+    assert f"by {primary.mean:.3f} ({low:.3f} to {high:.3f}) over 16 seeds, and higher on {higher} of them" in page
+    gains = {row.variant: row.mean for row in found.answers["tuned against tuned"] if row.verdict == "gain"}
+    assert "PPO's clip by {PPO's clip:.3f}, OPSM by {OPSM:.3f} and DPPO's mask by {DPPO:.3f}".format_map(gains) in page
+    assert len(gains) == 3
+    lowest = {
+        variant: min(fmean(run.reward for run in by_seed.values()) for by_seed in by_rate.values())
+        for variant, by_rate in found.grid.items()
+    }
+    said = (
+        "DPPO's mask is {DPPO:.3f}, that of OPSM {OPSM:.3f}, of PPO's clip {PPO's clip:.3f} and of uncorrected "
+        "training {none:.3f}"
+    )
+    assert said.format_map(lowest) in page
+    deaths = {
+        variant: sum(has_died(run.curves) for by_seed in by_rate.values() for run in by_seed.values())
+        for variant, by_rate in found.grid.items()
+    }
+    assert (deaths["none"], deaths["OPSM"], deaths["DPPO"], deaths["PPO's clip"]) == (13, 0, 0, 0)
