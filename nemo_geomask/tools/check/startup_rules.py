@@ -119,17 +119,15 @@ def _async_with_batch_features(facts: RecipeFacts) -> Iterator[Hit]:
     if not facts.is_async or name not in ("grpo", "ppo"):
         return
     trainer, switch = f"asynchronous {name.upper()}", f"{name}.async_{name}.enabled: false"
-    keys = [f"{name}.use_dynamic_sampling", f"{name}.reward_scaling.enabled", f"{name}.reward_shaping.enabled"]
-    keys.append("data.use_multiple_dataloader")
+    steps = ("use_dynamic_sampling", "reward_scaling.enabled", "reward_shaping.enabled")
+    keys = [*(f"{name}.{step}" for step in steps), "data.use_multiple_dataloader"]
     if name == "ppo":
         keys += ["env.should_use_nemo_gym", "loss_fn.force_on_policy_ratio"]
         epochs = facts.get("ppo.max_num_epochs")
         if epochs != -1:
-            found = "not set" if epochs is None else as_yaml(epochs)
-            yield Hit(
-                "ppo.max_num_epochs",
-                f"{found}: {trainer} has no limit of epochs; set -1, and the length by ppo.max_num_steps",
-            )
+            value = "not set" if epochs is None else as_yaml(epochs)
+            message = f"{value}: {trainer} has no limit of epochs; set -1, and the length by ppo.max_num_steps"
+            yield Hit("ppo.max_num_epochs", message)
     for key in keys:
         if facts.is_true(key):
             yield Hit(key, f"true is not supported by {trainer}; set false, or {switch}")

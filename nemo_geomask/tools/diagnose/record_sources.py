@@ -99,8 +99,8 @@ def find_runs(directories: Sequence[Path], *, skip_damaged: bool = False) -> lis
     all_runs = []
     for top in directories:
         if not top.is_dir():
-            found = "is a file, not a folder" if top.exists() else "no such folder"
-            raise DataError(f"{top}: {found}; name that of the records (loss_fn.record.dir) or of NeMo-RL's logs")
+            problem = "is a file, not a folder" if top.exists() else "no such folder"
+            raise DataError(f"{top}: {problem}; name that of the records (loss_fn.record.dir) or of NeMo-RL's logs")
         runs = [run for folder, _, _ in sorted(os.walk(top)) if (run := _list_files(Path(folder), skip_damaged)).steps]
         runs = _join_records_to_logs([run for run in runs if not run.is_converted] or runs)
         if not runs:

@@ -21,7 +21,7 @@ from nemo_geomask.tools.lab.curve_files import read_columns, write_columns
 from nemo_geomask.tools.lab.evidence_columns import COMPUTED_COLUMNS, EVIDENCE_SPECS, EvidenceSpec, Runs, SeedMean
 from nemo_geomask.tools.lab.lab_plot import draw_evidence, write_plot
 from nemo_geomask.tools.lab.run_store import RunCurves, read_curves
-from nemo_geomask.tools.shared.intervals import mean_interval
+from nemo_geomask.tools.shared.intervals import format_interval, mean_interval
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
 
 __all__ = ["PAGES", "collect_runs", "load_runs", "rewrite_page", "search_table", "split_runs"]
@@ -140,9 +140,7 @@ def search_table(rows: Iterable[Mapping[str, str]]) -> str:
             return "–"
         differences = [value - baseline[seed] for seed, value in rewards.items() if seed in baseline]
         interval = mean_interval(differences) if variant != variants[0] else None
-        return f"{fmean(rewards.values()):.3f}" + (
-            "" if interval is None else " ({:+.3f} to {:+.3f})".format(*interval)
-        )
+        return f"{fmean(rewards.values()):.3f}{format_interval(interval)}"
 
     head = ["", "lr", *(variant if " " in variant or variant == "none" else f"`{variant}`" for variant in variants)]
     return markdown_table(

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from nemo_geomask.tools.lab.outcome import final_reward, group_by_variant, has_collapsed
 from nemo_geomask.tools.lab.run_store import RunCurves
-from nemo_geomask.tools.shared.intervals import mean_interval
+from nemo_geomask.tools.shared.intervals import format_interval, mean_interval
 from nemo_geomask.tools.shared.palette import LineLook, line_look
 
 __all__ = ["COMPUTED_COLUMNS", "EVIDENCE_SPECS", "EvidenceSpec", "Runs", "SeedMean", "figure_look", "figure_name"]
@@ -64,12 +64,7 @@ class SeedMean:
         mean, interval = estimate
         # The option z formats a rounded -0 without its sign.
         style = f"{'+' * self.is_paired}z{self.number_format}"
-        interval_text = (
-            ""
-            if interval is None or not self.shows_interval
-            else " ({} to {})".format(*(format(x, style) for x in interval))
-        )
-        return f"{mean:{style}}{interval_text}"
+        return f"{mean:{style}}{format_interval(interval if self.shows_interval else None, style)}"
 
 
 def _count_better_seeds(runs: Runs, baseline: Runs) -> str:

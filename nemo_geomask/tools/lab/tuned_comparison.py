@@ -14,7 +14,7 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.outcome import final_reward
 from nemo_geomask.tools.lab.run_store import RunCurves
 from nemo_geomask.tools.lab.tuned_regimes import Regime
-from nemo_geomask.tools.shared.intervals import mean_interval
+from nemo_geomask.tools.shared.intervals import format_mean, mean_interval
 from nemo_geomask.tools.shared.paired_tests import holm, sign_flip_p
 
 __all__ = [
@@ -107,11 +107,9 @@ class PairedDifference:
     @property
     def text(self) -> str:
         """Text of the difference in a table."""
-        interval = self.interval
-        interval_text = "" if interval is None else " ({:+.3f} to {:+.3f})".format(*interval)
         positive = sum(value > 0 for value in self.by_seed.values())
         seeds = f"higher on {positive} of {len(self.by_seed)}"
-        return f"{self.mean:+.3f}{interval_text}; {seeds}; p {self.adjusted_p:.3g}: {self.verdict}"
+        return f"{format_mean(list(self.by_seed.values()))}; {seeds}; p {self.adjusted_p:.3g}: {self.verdict}"
 
 
 def _mean_reward(runs: Sequence[TunedRun], cell: Cell, seeds: Sequence[int]) -> float:
@@ -286,7 +284,7 @@ class TunedComparison:
         tuned: the tuned variants minus the tuned variant without a correction.
         over_rates: for both measures over the learning rates, the differences from the variant without a correction.
         against_alternative: the same of corrections minus the best alternative.
-        below_grid: mean rewards on the search seeds of :attr:`TunedChoice.below_grid`; None where a run is missing.
+        below_grid: mean rewards on the search seeds of those of :attr:`TunedChoice.below_grid` that were run.
     """
 
     choice: TunedChoice
@@ -296,7 +294,7 @@ class TunedComparison:
     tuned: Mapping[str, Sequence[PairedDifference]]
     over_rates: Mapping[str, Sequence[PairedDifference]]
     against_alternative: Mapping[str, Sequence[PairedDifference]]
-    below_grid: Mapping[Cell, float | None]
+    below_grid: Mapping[Cell, float]
 
     @property
     def regime(self) -> Regime:
@@ -305,7 +303,7 @@ class TunedComparison:
 
     @property
     def answers(self) -> dict[str, Sequence[PairedDifference]]:
-        """For each measure, the differences from the variant without a correction."""
+        """The differences from the variant without a correction, by measure."""
         return {**self.tuned, **self.over_rates}
 
 
@@ -334,12 +332,9 @@ def compare_tuned_runs(runs: Iterable[TunedRun], regime: Regime) -> TunedCompari
     correction, alternative = (
         tuned_runs(variant, regime.primary_seeds) for variant in (choice.correction, choice.alternative)
     )
-    primary = {seed: run.reward - alternative[seed].reward for seed, run in correction.items()}
+    primary = _difference(_rewards(correction), _rewards(alternative))
     p = sign_flip_p(list(primary.values()))
-    tuned = {
-        variant: {seed: run.reward for seed, run in tuned_runs(variant, regime.confirmation_seeds).items()}
-        for variant in grid
-    }
+    tuned = {variant: _rewards(tuned_runs(variant, regime.confirmation_seeds)) for variant in grid}
     over_rates = {
         _MEAN_RATE: {
             variant: {
@@ -348,10 +343,7 @@ def compare_tuned_runs(runs: Iterable[TunedRun], regime: Regime) -> TunedCompari
             for variant, by_rate in grid.items()
         },
         # The worst learning rate is that of the search: a minimum over each seed's runs would be that of their noise.
-        _WORST_RATE: {
-            variant: {seed: run.reward for seed, run in by_rate[choice.worst_rates[variant]].items()}
-            for variant, by_rate in grid.items()
-        },
+        _WORST_RATE: {variant: _rewards(by_rate[choice.worst_rates[variant]]) for variant, by_rate in grid.items()},
     }
     compared = [
         name for name, variant in regime.variants.items() if variant.is_correction or name == choice.alternative
@@ -367,13 +359,16 @@ def compare_tuned_runs(runs: Iterable[TunedRun], regime: Regime) -> TunedCompari
             {measure: {name: by_variant[name] for name in compared} for measure, by_variant in over_rates.items()},
             choice.alternative,
         ),
-        {cell: _mean_below_grid(by_key, cell, regime.search_seeds) for cell in choice.below_grid},
+        {
+            cell: _mean_reward(runs, cell, regime.search_seeds)
+            for cell in choice.below_grid
+            if all((cell, seed) in by_key for seed in regime.search_seeds)
+        },
     )
 
 
-def _mean_below_grid(runs: Mapping[tuple[Cell, int], TunedRun], cell: Cell, seeds: Sequence[int]) -> float | None:
-    rewards = [runs[cell, seed].reward for seed in seeds if (cell, seed) in runs]
-    return fmean(rewards) if len(rewards) == len(seeds) else None
+def _rewards(runs: Mapping[int, TunedRun]) -> dict[int, float]:
+    return {seed: run.reward for seed, run in runs.items()}
 
 
 def _check_machines(runs: Iterable[TunedRun]) -> None:

@@ -221,7 +221,6 @@ def _train_stage(regime: Regime, stage: Stage, arguments: argparse.Namespace) ->
     stored_keys = {(run.cell, run.seed) for run in stored}
     seeds = parse_seeds(arguments.seeds) if arguments.seeds else None
     planned = plan_stage(regime, stage, stored, arguments.out / regime.name, seeds)
-    check_settings(stored, planned)
     # All runs of a seed come from one machine, so one seed is finished before the next one begins.
     missing = sorted(
         ((run.recipe.grpo.seed, cell, run) for cell, runs in planned.items() for run in runs),

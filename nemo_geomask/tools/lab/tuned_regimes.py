@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.train_recipe import parse_seeds
@@ -80,18 +81,19 @@ def read_regimes(path: Path) -> dict[str, Regime]:
     """
     data = tomllib.loads(path.read_text(encoding="utf-8"))
     rates, search_rate = data.pop("learning_rates"), data.pop("search_rate")
-    seeds = {key: parse_seeds(data.pop(key)) for key in ("search_seeds", "confirmation_seeds", "primary_seeds")}
+    seeds: dict[str, Any] = {
+        key: parse_seeds(data.pop(key)) for key in ("search_seeds", "confirmation_seeds", "primary_seeds")
+    }
     return {
         name: Regime(
-            name,
-            settings["recipe"],
-            settings["overrides"],
-            {title: TunedVariant(title, **variant) for title, variant in settings["variants"].items()},
-            rates,
-            search_rate,
+            name=name,
+            learning_rates=rates,
+            search_rate=search_rate,
             **seeds,
-            below_grid=settings.get("below_grid", ()),
-            builds_on_baseline=settings.get("builds_on_baseline", False),
+            **{
+                **settings,
+                "variants": {key: TunedVariant(key, **value) for key, value in settings["variants"].items()},
+            },
         )
         for name, settings in data.items()
     }

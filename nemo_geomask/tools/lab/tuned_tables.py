@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from nemo_geomask.tools.lab.outcome import WINDOW, best_reward, has_collapsed, has_died
+from nemo_geomask.tools.lab.outcome import WINDOW, best_reward, final_reward, has_collapsed, has_died
 from nemo_geomask.tools.lab.run_store import RunCurves
 from nemo_geomask.tools.lab.tuned_comparison import PairedDifference, TunedComparison, TunedRun
-from nemo_geomask.tools.shared.intervals import mean_interval
+from nemo_geomask.tools.shared.intervals import format_mean
 from nemo_geomask.tools.shared.markdown import markdown_table
 
 __all__ = ["comparison_tables"]
@@ -77,16 +77,9 @@ def _bound_table(comparison: TunedComparison) -> str:
 
 
 def _below_grid_text(comparison: TunedComparison) -> list[str]:
-    texts = [
-        f"{cell.variant} {reward:.3f} at {cell.learning_rate:g}"
-        for cell, reward in comparison.below_grid.items()
-        if reward is not None
-    ]
-    chosen = [
-        f"{variant} {reward:.3f}"
-        for variant, reward in comparison.choice.search_rewards.items()
-        if any(cell.variant == variant for cell in comparison.below_grid)
-    ]
+    texts = [f"{cell.variant} {reward:.3f} at {cell.learning_rate:g}" for cell, reward in comparison.below_grid.items()]
+    variants = dict.fromkeys(cell.variant for cell in comparison.choice.below_grid)
+    chosen = [f"{variant} {comparison.choice.search_rewards[variant]:.3f}" for variant in variants]
     if not texts:
         return []
     return [
@@ -120,7 +113,7 @@ def _other_measures(curves: Sequence[RunCurves]) -> tuple[str, ...]:
     """Return the means of the protocol's other measures over runs."""
     if not curves:
         return ("–",) * 5
-    validation = [value for run in curves if (value := _last_validation(run)) is not None]
+    validation = [value for value in map(_last_validation, curves) if not math.isnan(value)]
     ends = {
         metric: fmean(value for run in curves for value in run.series(metric)[-WINDOW:])
         for metric in ("approx_entropy", "grad_norm")
@@ -134,9 +127,9 @@ def _other_measures(curves: Sequence[RunCurves]) -> tuple[str, ...]:
     )
 
 
-def _last_validation(run: RunCurves) -> float | None:
-    value = run.series("validation/reward")[-1]
-    return None if math.isnan(value) else value
+def _last_validation(run: RunCurves) -> float:
+    """Return the reward of the validation after the last step; NaN if there was none."""
+    return run.series("validation/reward")[-1]
 
 
 def _failure_text(comparison: TunedComparison) -> list[str]:
@@ -152,28 +145,20 @@ def _failure_text(comparison: TunedComparison) -> list[str]:
     return [f"Runs that raised an error, with a reward of 0 in their missing steps: {', '.join(failed)}."]
 
 
-def _course_table(correction: Mapping[int, TunedRun], alternative: Mapping[int, TunedRun]) -> str:
-    pairs = [(run.curves, alternative[seed].curves) for seed, run in correction.items()]
-    steps = pairs[0][0].steps
+def _course_table(corrected_runs: Mapping[int, TunedRun], alternative_runs: Mapping[int, TunedRun]) -> str:
+    """Return the mean differences of two variants over the steps, and those of their last validations."""
+    pairs = [(run.curves, alternative_runs[seed].curves) for seed, run in corrected_runs.items()]
+    rewards = [(corrected.series("reward"), alternative.series("reward")) for corrected, alternative in pairs]
     cells = {
-        f"step {end}": _mean_text(
-            fmean(one.series("reward")[end - WINDOW : end]) - fmean(other.series("reward")[end - WINDOW : end])
-            for one, other in pairs
-        )
-        for end in range(_COURSE_EVERY, steps + 1, _COURSE_EVERY)
+        f"step {end}": [
+            final_reward(corrected[:end]) - final_reward(alternative[:end]) for corrected, alternative in rewards
+        ]
+        for end in range(_COURSE_EVERY, pairs[0][0].steps + 1, _COURSE_EVERY)
     }
-    cells["all steps"] = _mean_text(fmean(one.series("reward")) - fmean(other.series("reward")) for one, other in pairs)
-    ends = [(_last_validation(one), _last_validation(other)) for one, other in pairs]
-    cells["validation"] = _mean_text(one - other for one, other in ends if one is not None and other is not None)
-    return markdown_table(list(cells), [list(cells.values())])
-
-
-def _mean_text(differences: Iterable[float]) -> str:
-    values = list(differences)
-    if not values:
-        return "–"
-    interval = mean_interval(values)
-    return f"{fmean(values):+.3f}" + ("" if interval is None else " ({:+.3f} to {:+.3f})".format(*interval))
+    cells["all steps"] = [fmean(corrected) - fmean(alternative) for corrected, alternative in rewards]
+    validation = [_last_validation(corrected) - _last_validation(alternative) for corrected, alternative in pairs]
+    cells["validation"] = [difference for difference in validation if not math.isnan(difference)]
+    return markdown_table(list(cells), [[format_mean(differences) for differences in cells.values()]])
 
 
 def _difference_table(answers: Mapping[str, Sequence[PairedDifference]]) -> str:

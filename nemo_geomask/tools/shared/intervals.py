@@ -15,6 +15,8 @@ from nemo_geomask.optional import require
 __all__ = [
     "CONFIDENCE",
     "CONFIDENCE_LABEL",
+    "format_interval",
+    "format_mean",
     "mean_interval",
     "normal_quantile",
     "percentile_interval",
@@ -55,6 +57,18 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
     mean = fmean(values)
     half = student_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return mean - half, mean + half
+
+
+def format_mean(values: Sequence[float]) -> str:
+    """Return the mean of differences with its interval as text, ``+0.045 (+0.022 to +0.068)``; "–" without a value."""
+    if not values:
+        return "–"
+    return f"{fmean(values):+.3f}{format_interval(mean_interval(values))}"
+
+
+def format_interval(interval: tuple[float, float] | None, number_format: str = "+.3f") -> str:
+    """Return an interval as text behind an estimate, `` (+0.022 to +0.068)``; empty for None."""
+    return "" if interval is None else " ({} to {})".format(*(format(end, number_format) for end in interval))
 
 
 def percentile_interval(replicates: Any) -> tuple[float, float]:
