@@ -87,7 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="then score the same tokens by sampler and trainer, as nemo-geomask probe does with a single start",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the plan: what is changed, why, and the command; run nothing"
+        "--dry-run",
+        action="store_true",
+        help="print the plan, run nothing; with --json -, every change with its reason, and the command",
     )
     parser.add_argument("--accept", action="append", default=[], metavar="API", help=ACCEPT_HELP)
     parser.add_argument(

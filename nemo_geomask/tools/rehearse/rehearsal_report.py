@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from nemo_geomask.tools.rehearse.mismatch_check import Mismatch
 from nemo_geomask.tools.rehearse.plan import Plan
 from nemo_geomask.tools.rehearse.rehearsal import Rehearsal
 from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult, Stage
-from nemo_geomask.tools.rehearse.setting_change import as_override
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, replace_nonfinite
 from nemo_geomask.tools.shared.terminal_tables import count_with_noun
 
@@ -56,8 +54,7 @@ def as_text(rehearsal: Rehearsal) -> list[str]:
     lines += _resumed(rehearsal)
     lines += ["", "changed for the rehearsal:"]
     lines += [f"  {line}" for line in _size(rehearsal.plan)]
-    small = [change for change in rehearsal.plan.changes if not change.why]
-    lines.append(f"  {len(small)} settings of sizes, folders and prompts: {rehearsal.folder / 'command.txt'}")
+    lines.append(f"  {_small_changes(rehearsal.plan)}: {rehearsal.folder / 'command.txt'}")
     lines += ["", "not rehearsed:", *(f"  {part}" for part in rehearsal.plan.unrehearsed)]
     lines += ["", *_diagnosis(rehearsal.outcome)]
     verdict = "rehearsed" if rehearsal.ok else "failed"
@@ -89,26 +86,25 @@ def _size(plan: Plan) -> Iterator[str]:
 
 def _plan(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
     """Yield the plan of a rehearsal that was not run."""
+    yield from _absent_requirements()
     yield f"would run {plan.script} for {plan.steps} steps, with"
     yield from (f"  {line}" for line in _size(plan))
-    yield from _absent_requirements()
-    yield "changed settings:"
-    for change in plan.changes:
-        if change.was == change.value:
-            continue
-        was = "" if change.was is None else f", was {as_override(change.was)}"
-        yield f"  {change.key}: {as_override(change.value)}{was}" + (f" ({change.why})" if change.why else "")
+    yield f"  {_small_changes(plan)}"
     yield "not rehearsed:"
     yield from (f"  {part}" for part in plan.unrehearsed)
-    yield "command:"
-    yield f"  {shlex.join(rehearsal.command)}"
     yield ""
     yield f"nothing was run or written; the rehearsal would write to {rehearsal.folder} alone"
+    yield "--json - prints every change with its reason, and the command"
+
+
+def _small_changes(plan: Plan) -> str:
+    count = sum(not change.why for change in plan.changes)
+    return f"{count_with_noun(count, 'other setting')} of sizes, folders and prompts"
 
 
 def _absent_requirements() -> Iterator[str]:
     if absent := [name for name in _REQUIREMENTS if importlib.util.find_spec(name) is None]:
-        yield f"  not with this Python ({sys.executable}), which has no {', '.join(absent)}: use NeMo-RL's environment"
+        yield f"missing in this Python ({sys.executable}): {', '.join(absent)}; use the Python of NeMo-RL's environment"
 
 
 def _failure(failure: RunFailure, folder: Path) -> Iterator[str]:

@@ -343,10 +343,15 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(runs, tmp_path, capsys):
     before = sorted(tmp_path.rglob("*"))
     assert main(["rehearse", "recipe.yaml", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "++grpo.max_num_steps=3" in out
-    assert "grpo.num_prompts_per_step: 4, was 8" in out
+    assert "for 3 steps" in out
+    assert "settings of sizes, folders and prompts" in out
     assert "nothing was run or written" in out
-    assert "-m nemo_geomask.tools.rehearse.driver" in out
+    assert max(map(len, out.splitlines())) < 400
+    assert main(["rehearse", "recipe.yaml", "--dry-run", "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {"key": "grpo.num_prompts_per_step", "was": 8, "value": 4, "why": None} in report["changes"]
+    assert "++grpo.max_num_steps=3" in report["command"]
+    assert "nemo_geomask.tools.rehearse.driver" in report["command"]
     assert runs == []
     assert sorted(tmp_path.rglob("*")) == before
     assert main(["rehearse", "recipe.yaml", "--dry-run", "loss_fn.ratio_clip_max=-1"]) == 1
