@@ -8,7 +8,8 @@ from statistics import fmean
 
 from nemo_geomask.tools.lab.outcome import WINDOW, best_reward, final_reward, has_collapsed, has_died
 from nemo_geomask.tools.lab.run_store import RunCurves
-from nemo_geomask.tools.lab.tuned_comparison import PairedDifference, TunedComparison, TunedRun
+from nemo_geomask.tools.lab.tuned_choice import TunedRun
+from nemo_geomask.tools.lab.tuned_comparison import PairedDifference, TunedComparison
 from nemo_geomask.tools.shared.intervals import format_mean
 from nemo_geomask.tools.shared.markdown import markdown_table
 

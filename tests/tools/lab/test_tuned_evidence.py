@@ -15,15 +15,8 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.evidence_columns import EVIDENCE_SPECS, figure_look, figure_name
 from nemo_geomask.tools.lab.outcome import has_died
 from nemo_geomask.tools.lab.run_store import RunCurves
-from nemo_geomask.tools.lab.tuned_comparison import (
-    Cell,
-    TunedRun,
-    choose,
-    choose_bounds,
-    choose_rates,
-    compare_tuned_runs,
-    differences,
-)
+from nemo_geomask.tools.lab.tuned_choice import Cell, TunedRun, choose, choose_bounds, choose_rates
+from nemo_geomask.tools.lab.tuned_comparison import compare_tuned_runs, differences
 from nemo_geomask.tools.lab.tuned_evidence import (
     check_settings,
     check_stored_runs,
