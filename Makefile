@@ -188,6 +188,9 @@ $(RELEASE)/.ready: .ci/release-requirements.txt .ci/build-requirements.txt
 
 # The wheel is built from the source distribution, whose own tests then run, outside this checkout.
 release: $(RELEASE)/.ready $(VENV)/.test
+	@for python in $(RELEASE_PYTHONS); do $$python -c "" 2>/dev/null || { \
+		echo "make release tries the wheel with $(RELEASE_PYTHONS), and $$python does not run here;"; \
+		echo "install it, or name others, also by their path: make release RELEASE_PYTHONS='/path/to/python3.13'"; exit 1; }; done
 	rm -rf dist build *.egg-info
 	$(RELEASE)/bin/python -m build --no-isolation
 	$(RELEASE)/bin/twine check --strict dist/*
