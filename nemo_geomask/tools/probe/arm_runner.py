@@ -235,14 +235,17 @@ class ArmRunner:
         return all(self.has_scores(side, arm) for side, arm in zip(SIDES, (engine, trainer), strict=True))
 
     def delta(self, engine: Arm, trainer: Arm) -> Any:
-        """Return the mismatch of each token under two arms: the trainer's log-prob minus the engine's, [N]."""
+        """Return the mismatch Δ of each token under two arms, [N].
+
+        It is the log-prob of the trainer minus that of the engine; the reverse for tokens that the trainer sampled.
+        """
         if self.is_coupled and engine and trainer:
             scores = self._together[engine, trainer].scores
             logprobs, decode = (
                 self.tokens.flat(scores[key][BASE]["logprobs"], f"{key}, both sides") for key in ("trainer", "decode")
             )
-            return logprobs - decode
-        return self.logprobs(trainer) - self.decode(engine, trainer=trainer)
+            return self.tokens.signed(logprobs - decode)
+        return self.tokens.signed(self.logprobs(trainer) - self.decode(engine, trainer=trainer))
 
     def repetitions(self) -> dict[str, tuple[Any, Any]]:
         """Return the log-probs of each side beside those of its repetitions, by name of the repetition."""

@@ -67,11 +67,7 @@ class _Search:
         has_all = runner.has_delta(every[0], every[1])
         return Ledger(
             baseline=self._gap(NOTHING, NOTHING),
-            triangle={
-                "decode and prefill": gap(runner.decode(NOTHING), runner.prefill()),
-                "prefill and trainer": gap(runner.logprobs(NOTHING), runner.prefill()),
-                "decode and trainer": gap(runner.logprobs(NOTHING), runner.decode(NOTHING)),
-            },
+            triangle=self._triangle(),
             floor=self._floor,
             repetitions={name: gap(*pair) for name, pair in runner.repetitions().items()},
             all_conservative=self._gap(*every) if has_all and any(every) else None,
@@ -80,6 +76,22 @@ class _Search:
             starts=len(runner.starts),
             is_complete=runner.is_complete,
         )
+
+    def _triangle(self) -> dict[str, Gap]:
+        """Return the gaps between decode, prefill and trainer, and the last one by who sampled the tokens."""
+        runner, tokens = self._runner, self._runner.tokens
+        trainer, decode, prefill = map(
+            tokens.signed, (runner.logprobs(NOTHING), runner.decode(NOTHING), runner.prefill())
+        )
+        gaps = {
+            "decode and prefill": gap(decode, prefill),
+            "prefill and trainer": gap(trainer, prefill),
+            "decode and trainer": gap(trainer, decode),
+        }
+        for name, chosen in (("engine", ~tokens.by_trainer), ("trainer", tokens.by_trainer)):
+            if tokens.by_trainer.any() and chosen.any():
+                gaps[f"decode and trainer, sampled by the {name}"] = gap(trainer[chosen], decode[chosen])
+        return gaps
 
     def _run(self, arms_of: Callable[[Side], list[Arm]], sides: tuple[Side, ...] = SIDES) -> None:
         self._runner.run(*(arms_of(side) if side in sides else [] for side in SIDES))
@@ -127,7 +139,7 @@ class _Search:
         changes = [0.0]
         for name, (first, again) in runner.repetitions().items():
             sign = -1.0 if name.startswith("engine") else 1.0
-            change = self._change(base, base + sign * (again - first))
+            change = self._change(base, base + runner.tokens.signed(sign * (again - first)))
             changes.append(max(abs(change.low), abs(change.high)))
         return max(changes)
 
@@ -203,7 +215,7 @@ class _Search:
         """Return the mismatch with the requests of a switch, on each side that it changes."""
         requests = {side: switch.id if side in _sides_of(switch) else BASE for side in SIDES}
         logprobs = self._runner.logprobs(NOTHING, requests["trainer"])
-        return logprobs - self._runner.decode(NOTHING, requests["engine"])
+        return self._runner.tokens.signed(logprobs - self._runner.decode(NOTHING, requests["engine"]))
 
     def _with_change(self, row: LedgerRow, after: Any) -> LedgerRow:
         before = self._runner.delta(NOTHING, NOTHING)

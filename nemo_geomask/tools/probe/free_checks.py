@@ -45,6 +45,7 @@ def free_checks(
     is_training: bool,
     weights: tuple[str, ...] | None,
     is_neutral: bool,
+    trainer_error: str = "",
 ) -> list[FreeCheck]:
     """Return the checks of the baseline.
 
@@ -57,11 +58,18 @@ def free_checks(
         is_training: True if a module of the trainer's model was in training mode while it scored.
         weights: groups of weights that differ after the refit; None if they were not compared.
         is_neutral: True if temperature, top-p and top-k of the recipe leave the distribution as it is.
+        trainer_error: why the trainer sampled no tokens; empty if it did.
     """
     checks = [
         FreeCheck("token ids", "fine", "the engine decoded exactly the frozen tokens"),
+        _origin_check(tokens, trainer_error),
         _weights_check(weights),
-        _sampled_check(tokens, decode),
+        _sampled_check("decode", tokens.sampled[~tokens.by_trainer], decode[~tokens.by_trainer]),
+        *(
+            [_sampled_check("trainer", tokens.sampled[tokens.by_trainer], trainer[tokens.by_trainer])]
+            if tokens.by_trainer.any()
+            else []
+        ),
         _evaluation_check(trainer, trainer_again, is_training),
     ]
     if len(decode) < _MIN_TOKENS:
@@ -85,15 +93,31 @@ def _weights_check(weights: tuple[str, ...] | None) -> FreeCheck:
     )
 
 
-def _sampled_check(tokens: FrozenTokens, decode: Any) -> FreeCheck:
-    """Compare the replayed decode with the log-probs that the engine reported as it sampled."""
-    k3 = float(k3_of(decode - tokens.sampled).mean())
+def _origin_check(tokens: FrozenTokens, trainer_error: str) -> FreeCheck:
+    """Say who has sampled the frozen tokens."""
+    name = "origin of the tokens"
+    if trainer_error:
+        return FreeCheck(
+            name,
+            "noted",
+            f"all were sampled by the engine, since the trainer could not: {trainer_error}",
+            "what the engine excludes, and the trainer does not, may be missed",
+        )
+    count = int(tokens.by_trainer.sum())
+    return FreeCheck(name, "fine", f"{len(tokens.ids) - count} sampled by the engine, {count} by the trainer")
+
+
+def _sampled_check(side: str, sampled: Any, scored: Any) -> FreeCheck:
+    """Compare the scores of a side's own samples with the log-probs that it reported as it sampled."""
+    name = f"{side} repeats the samples"
+    k3 = float(k3_of(scored - sampled).mean())
     if k3 <= NEGLIGIBLE_K3:
-        return FreeCheck("decode repeats the samples", "fine", f"k3 {k3:.2g} between sampling and replay")
+        return FreeCheck(name, "fine", f"k3 {k3:.2g} between sampling and scores")
+    owner, verb = ("engine", "decodes") if side == "decode" else ("trainer", "scores")
     return FreeCheck(
-        "decode repeats the samples",
+        name,
         "noted",
-        f"the engine gives its own samples other log-probs when it decodes them again: k3 {k3:.2g} nats a token",
+        f"the {owner} gives its own samples other log-probs when it {verb} them again: k3 {k3:.2g} nats a token",
         "its log-probs depend on the batch: the rows of the ledger are only as exact as that",
     )
 

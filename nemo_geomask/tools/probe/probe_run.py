@@ -216,6 +216,7 @@ def probe(
         is_training="training True" in runner.base.scores["trainer"][BASE]["settings"].get("trainer.forward", ""),
         weights=runner.base.weights,
         is_neutral=all(values.get(key, value) == value for key, value in neutral.items()),
+        trainer_error=store.frozen()["trainer_error"],
     )
     ledger = attribute_mismatch(runner, switches, values, untried_rows)
     layers = {"baseline": runner.layers("engine", NOTHING)}

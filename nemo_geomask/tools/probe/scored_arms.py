@@ -27,7 +27,8 @@ class FrozenTokens:
         prompts: number of each token's prompt, [N].
         positions: position of each token in its response, [N].
         lengths: length of each response, [S].
-        sampled: log-probs that the engine reported as it sampled, [N].
+        sampled: log-probs that the sampling side reported as it sampled, [N].
+        by_trainer: True for tokens that the trainer sampled; the engine sampled the others, [N].
         is_fresh: True for tokens that serve to confirm alone: those of every second prompt, [N].
     """
 
@@ -36,6 +37,7 @@ class FrozenTokens:
     positions: Any
     lengths: tuple[int, ...]
     sampled: Any
+    by_trainer: Any
     is_fresh: Any
 
     @classmethod
@@ -51,8 +53,19 @@ class FrozenTokens:
             positions=numpy.concatenate([numpy.arange(length) for length in lengths]),
             lengths=lengths,
             sampled=numpy.concatenate(frozen["sampled"]).astype(numpy.float64),
+            by_trainer=numpy.repeat(numpy.asarray(frozen["by_trainer"], dtype=bool), lengths),
             is_fresh=prompts % 2 == 1,
         )
+
+    def signed(self, logprobs: Any) -> Any:
+        """Return log-probs with the opposite sign for tokens that the trainer sampled, [N].
+
+        A difference Δ of the trainer minus the engine becomes that of the other side minus the side that sampled.
+        The mean of exp(Δ) − 1 − Δ then estimates KL(engine ‖ trainer) over the engine's tokens, and
+        KL(trainer ‖ engine) over the trainer's.
+        """
+        numpy = require("numpy", "the probe's statistics need", "diagnose")
+        return numpy.where(self.by_trainer, -logprobs, logprobs)
 
     def flat(self, logprobs: Sequence[Sequence[float]], source: str) -> Any:
         """Return the log-probs of a request as one vector, [N] float64; -inf becomes :data:`EXCLUDED`.

@@ -14,13 +14,15 @@ import contextlib
 import importlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from nemo_geomask.errors import ConfigError, EngineError
 from nemo_geomask.tools.probe import engine_scores, layer_states, resolved_settings
 from nemo_geomask.tools.probe.engine_restart import restart_engine
+from nemo_geomask.tools.probe.trainer_scores import batch_of, sample_by_trainer, trainer_scores
+from nemo_geomask.tools.probe.worker_calls import call, call_all
 from nemo_geomask.tools.shared.json_output import write_json_file
 
 __all__ = ["FUNCTION", "Session", "refit", "score"]
@@ -28,9 +30,6 @@ __all__ = ["FUNCTION", "Session", "refit", "score"]
 FUNCTION = f"{__name__}:score"
 """Name of :func:`score` for the process that starts NeMo-RL."""
 
-_RAY_TIMEOUT = 3600.0  # seconds
-_SAMPLING = ("temperature", "top_p", "top_k")
-"""Options that are sampling parameters, which NeMo-RL's trainers apply to the logits as the engine does."""
 _TICK = 0.1  # seconds between looks for the next job
 
 
@@ -92,26 +91,30 @@ class Session:
         if job["engine"] is not None:
             with _timed(seconds, "engine"):
                 for actor in self.actors:
-                    _call(actor, restart_engine, job["engine"])
+                    call(actor, restart_engine, job["engine"])
                 self.generation.prepare_refit_info(self.policy.prepare_refit_info())
         with _timed(seconds, "refit"):
             refit(self)
         frozen_file = Path(job["frozen"])
         if not frozen_file.is_file():
             with _timed(seconds, "sampling"):
-                write_json_file(frozen_file, _sampled(self.generation, self._loader, self._tokenizer, job))
+                frozen = _sampled(self.generation, self._loader, self._tokenizer, job)
+                self.sample_by_trainer(frozen)
+                ids = sorted({token for sequence in frozen["sequences"] for token in sequence})
+                frozen["texts"] = {str(token): self._tokenizer.decode([token]) for token in ids}
+                write_json_file(frozen_file, frozen)
         frozen = json.loads(frozen_file.read_text(encoding="utf-8"))
         sequences, lengths = frozen["sequences"], frozen["prompt_lengths"]
         answer: dict[str, Any] = {"decode": {}, "trainer": {}, "prefill": None, "seconds": seconds}
         with _timed(seconds, "engine's scores"):
             for name, options in job["decode"].items():
-                answer["decode"][name] = _call(self.actors[0], engine_scores.decode_scores, sequences, lengths, options)
+                answer["decode"][name] = call(self.actors[0], engine_scores.decode_scores, sequences, lengths, options)
             if job["prefill"]:
-                answer["prefill"] = _call(self.actors[0], engine_scores.prefill_scores, sequences, lengths)
-            answer["engine_settings"] = _call(self.actors[0], resolved_settings.engine_settings)
+                answer["prefill"] = call(self.actors[0], engine_scores.prefill_scores, sequences, lengths)
+            answer["engine_settings"] = call(self.actors[0], resolved_settings.engine_settings)
             try:
                 chosen = sequences[: job["states"]]
-                states = [_call(self.actors[0], layer_states.capture_engine, sequence) for sequence in chosen]
+                states = [call(self.actors[0], layer_states.capture_engine, sequence) for sequence in chosen]
             except Exception as error:  # as in _layers
                 states = []
                 answer["layers"] = {"error": f"{type(error).__name__}: {error}"}
@@ -120,11 +123,39 @@ class Session:
             if job["trainer"]:
                 self.policy.prepare_for_lp_inference()
             for name, options in job["trainer"].items():
-                answer["trainer"][name] = _trainer_scores(self.policy, self.config, self._tokenizer, frozen, options)
+                answer["trainer"][name] = trainer_scores(self.policy, self.config, self._tokenizer, frozen, options)
         if states:
             with _timed(seconds, "hidden states"):
                 answer["layers"] = self._layers(frozen, states)
         return answer
+
+    def sample_by_trainer(self, frozen: dict[str, Any]) -> None:
+        """Replace every second response by one that the trainer samples.
+
+        A sampler's own tokens are those that it finds likely: what the engine has excluded, only the trainer samples.
+
+        Args:
+            frozen: the sequences that the engine has sampled; ``by_trainer`` says of each whether the trainer has, and
+                ``trainer_error`` why it has not; empty if it has.
+        """
+        count = len(frozen["sequences"])
+        chosen = range(1, count, 2)
+        prompts = [frozen["sequences"][index][: frozen["prompt_lengths"][index]] for index in chosen]
+        frozen["by_trainer"], frozen["trainer_error"] = [False] * count, ""
+        self.generation.finish_generation()
+        self.policy.prepare_for_lp_inference()
+        try:
+            vocabulary = call(self.actors[0], _vocabulary_size)
+            sequences, logprobs = sample_by_trainer(
+                self.policy, self.config, self._tokenizer, prompts, vocabulary=vocabulary
+            )
+        except Exception as error:  # the engine's samples alone are enough for a probe, and the report says so
+            frozen["trainer_error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        else:
+            for index, sequence, values in zip(chosen, sequences, logprobs, strict=True):
+                frozen["sequences"][index], frozen["sampled"][index] = sequence, values
+                frozen["by_trainer"][index] = True
+        self.generation.prepare_for_generation()
 
     def _layers(self, frozen: Mapping[str, Any], states: list[layer_states.States]) -> dict[str, Any]:
         """Compare hidden states of the first sequences; ``error`` says why there are none."""
@@ -132,7 +163,7 @@ class Session:
         replayed: list[dict[str, float]] = []
         heads = []
         try:
-            experts = _call(self.actors[0], _experts_per_token)
+            experts = call(self.actors[0], _experts_per_token)
             for index, each in enumerate(states):
                 if not each:
                     raise EngineError(
@@ -153,14 +184,14 @@ class Session:
         workers = self.policy.worker_group.workers
         # As many copies as make every worker compute at least one whole batch.
         copies = len(workers) * int(self.config["logprob_batch_size"])
-        data = _batch_of(self.config, self._tokenizer, {name: value * copies for name, value in sequence.items()})
+        data = batch_of(self.config, self._tokenizer, {name: value * copies for name, value in sequence.items()})
         reference = importlib.import_module("ray").put(states)
-        _call_all(workers, layer_states.watch_trainer, reference, replay)
+        call_all(workers, layer_states.watch_trainer, reference, replay)
         try:
             logprobs = self.policy.get_logprobs(data)["logprobs"]
-            differences = _call(workers[0], layer_states.compare_trainer, reference, experts)
+            differences = call(workers[0], layer_states.compare_trainer, reference, experts)
         finally:
-            _call_all(workers, layer_states.stop_trainer)
+            call_all(workers, layer_states.stop_trainer)
         start, end = sequence["prompt_lengths"][0], len(sequence["sequences"][0])
         return logprobs[0, start:end].float().tolist(), differences
 
@@ -174,6 +205,10 @@ def _experts_per_token(actor: Any) -> int:
     config = actor.llm.llm_engine.vllm_config.model_config.hf_text_config
     names = ("num_experts_per_tok", "moe_topk", "top_k_experts")
     return next((int(value) for name in names if isinstance(value := getattr(config, name, None), int)), 0)
+
+
+def _vocabulary_size(actor: Any) -> int:
+    return int(actor.llm.llm_engine.vllm_config.model_config.get_vocab_size())
 
 
 def refit(session: Session) -> None:
@@ -192,21 +227,11 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 def _engines(generation: Any) -> list[Any]:
     workers = generation.worker_group.workers
-    return [worker for worker in workers if _call(worker, _has_engine)]
+    return [worker for worker in workers if call(worker, _has_engine)]
 
 
 def _has_engine(actor: Any) -> bool:
     return hasattr(getattr(actor, "llm", None), "llm_engine")
-
-
-def _call(worker: Any, function: Any, *args: Any) -> Any:
-    return _call_all([worker], function, *args)[0]
-
-
-def _call_all(workers: Sequence[Any], function: Any, *args: Any) -> list[Any]:
-    """Call a function in the processes of all workers at once, with each worker as its first argument."""
-    calls = [worker.__ray_call__.remote(function, *args) for worker in workers]
-    return list(importlib.import_module("ray").get(calls, timeout=_RAY_TIMEOUT))
 
 
 def _sampled(generation: Any, loader: Any, tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,67 +253,5 @@ def _sampled(generation: Any, loader: Any, tokenizer: Any, job: Mapping[str, Any
             frozen["sampled"].append(output["logprobs"][index, start:end].tolist())
         prompts += len(ends) // job["generations"]
         if prompts >= job["prompts"]:
-            ids = sorted({token for sequence in frozen["sequences"] for token in sequence})
-            frozen["texts"] = {str(token): tokenizer.decode([token]) for token in ids}
             return frozen
     raise EngineError(f"the data set has {prompts} prompts, and the probe was asked for {job['prompts']}")
-
-
-def _batch_of(config: Mapping[str, Any], tokenizer: Any, frozen: Mapping[str, Any]) -> Any:
-    """Return sequences as a batch of NeMo-RL's, padded on the right."""
-    torch = importlib.import_module("torch")
-    batches = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
-    sequences, prompt_lengths = frozen["sequences"], frozen["prompt_lengths"]
-    multiple = int(config.get("make_sequence_length_divisible_by") or 1)
-    width = -(-max(map(len, sequences)) // multiple) * multiple
-    tokens = torch.full((len(sequences), width), tokenizer.pad_token_id)
-    mask = torch.zeros(len(sequences), width)
-    for row, (sequence, start) in enumerate(zip(sequences, prompt_lengths, strict=True)):
-        tokens[row, : len(sequence)] = torch.tensor(sequence)
-        mask[row, start : len(sequence)] = 1
-    lengths = torch.tensor(list(map(len, sequences)))
-    samples = torch.ones(len(sequences))
-    return batches({"input_ids": tokens, "input_lengths": lengths, "token_mask": mask, "sample_mask": samples})
-
-
-def _trainer_scores(
-    policy: Any, config: Mapping[str, Any], tokenizer: Any, frozen: Mapping[str, Any], options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the trainer's log-probs of the responses, by NeMo-RL's own ``get_logprobs``.
-
-    ``options``: ``reversed``, True for the last sequence first; other keys replace sampling parameters, or settings of
-    ``policy`` such as ``logprob_batch_size``, in all workers for this request.
-    """
-    order = list(range(len(frozen["sequences"])))[:: -1 if options.get("reversed") else 1]
-    names = ("sequences", "prompt_lengths")
-    data = _batch_of(config, tokenizer, {name: [frozen[name][index] for index in order] for name in names})
-    workers = policy.worker_group.workers
-    settings = {name: value for name, value in options.items() if name != "reversed"}
-    before = _call_all(workers, _replace_settings, settings)[0]
-    _call_all(workers, resolved_settings.watch_forward)
-    began = time.monotonic()
-    try:
-        logprobs = policy.get_logprobs(data)["logprobs"]
-    finally:
-        _call_all(workers, _replace_settings, before)
-    seconds = time.monotonic() - began
-    scores: list[list[float]] = [[] for _ in order]
-    for row, index in enumerate(order):
-        start, end = frozen["prompt_lengths"][index], len(frozen["sequences"][index])
-        scores[index] = logprobs[row, start:end].float().tolist()
-    answer = _call(workers[0], resolved_settings.trainer_settings)
-    return {"logprobs": scores, "seconds": seconds, "settings": answer}
-
-
-def _replace_settings(actor: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace sampling parameters or top-level settings of a training worker, and return the earlier ones."""
-    before: dict[str, Any] = {}
-    for name, value in settings.items():
-        if name in _SAMPLING:
-            sampling = actor.sampling_params
-            before[name] = getattr(sampling, name)
-            setattr(sampling, name, value)
-        else:
-            before[name] = actor.cfg.get(name)
-            actor.cfg[name] = value
-    return before

@@ -73,6 +73,12 @@ class Trainer:
 class Policy:
     """As much of NeMo-RL's policy as the probe's jobs use."""
 
+    def get_topk_logits(self, data, k):
+        """The k largest logits of each position, under the temperature alone, as NeMo-RL's."""
+        logits = torch_logits(self.worker, data["input_ids"], data["input_lengths"])
+        values, indices = (logits / self.worker.sampling_params.temperature).topk(k, dim=-1)
+        return {"topk_logits": values, "topk_indices": indices}
+
     def __init__(self, worker):
         self.worker = worker
         self.worker_group = SimpleNamespace(workers=[worker])
@@ -92,12 +98,18 @@ class Policy:
         with torch.no_grad():
             for start in range(0, len(tokens), size):
                 ids = tokens[start : start + size]
-                mask = (torch.arange(ids.shape[1])[None] < lengths[start : start + size, None]).long()
-                logits = worker.model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
+                logits = torch_logits(worker, ids, lengths[start : start + size])
                 kept = _filtered(logits / worker.sampling_params.temperature, worker.sampling_params.top_p)
                 values = kept.log_softmax(-1)[:, :-1]
                 logprobs[start : start + size, 1:] = values.gather(-1, ids[:, 1:, None])[..., 0]
         return {"logprobs": logprobs}
+
+
+def torch_logits(worker, ids, lengths):
+    torch = importlib.import_module("torch")
+    mask = (torch.arange(ids.shape[1])[None] < lengths[:, None]).long()
+    with torch.no_grad():
+        return worker.model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
 
 
 def _filtered(logits, top_p):
@@ -165,10 +177,11 @@ class OneProcess:
         generation = SimpleNamespace(
             worker_group=SimpleNamespace(workers=[self.engine]),
             finish_generation=lambda: None,
+            prepare_for_generation=lambda: None,
             prepare_refit_info=lambda info: None,
         )
-        settings = {"logprob_batch_size": 2, "generation": {"colocated": {"enabled": True}}}
-        tokenizer = SimpleNamespace(pad_token_id=0)
+        settings = {"logprob_batch_size": 2, "generation": config}
+        tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
         self.session = job.Session(Policy(self.trainer), generation, {"policy": settings}, tokenizer, {})
         self.job = job
         self.differences = []
@@ -235,6 +248,7 @@ class OneProcess:
             ],
             "texts": {},
         }
+        self.session.sample_by_trainer(content)
         write_json_file(file, content)
 
     def close(self):

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from nemo_geomask.tools.probe.probe_report import sentence
+from nemo_geomask.tools.probe.probe_report import location_lines, sentence
 from nemo_geomask.tools.probe.probe_run import COMMON_SETTINGS, choose_switches, probe
 from nemo_geomask.tools.rehearse.job_session import JobSession
 from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
@@ -127,6 +127,7 @@ def summary(name, result):
         "faults": [check.name for check in result.faults],
         "found": [[row.switch.id, row.verdict, row.share, row.is_confirmed] for row in result.ledger.culprits],
         "others": {id: row.verdict for id, row in rows.items() if row not in result.ledger.culprits},
+        "where": location_lines(result.layers["baseline"]),
         "sentence": sentence(result),
     }
 

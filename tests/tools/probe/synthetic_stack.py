@@ -120,5 +120,7 @@ def _frozen(prompts, generations):
         "sequences": [[1, 2, 3, *generator.integers(3, 100, length).tolist()] for length in lengths],
         "prompt_lengths": [3] * count,
         "prompts": [index // generations for index in range(count)],
+        "by_trainer": [index % 2 == 1 for index in range(count)],
+        "trainer_error": "",
         "truth": truth,
     }

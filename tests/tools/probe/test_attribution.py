@@ -66,6 +66,15 @@ def test_two_causes_on_both_sides_are_both_found_and_add_up(tmp_path):
     assert cache.last_share == pytest.approx(cache.share, rel=0.25)
 
 
+def test_the_gap_is_shown_by_who_sampled_the_tokens(tmp_path):
+    triangle = ledger_of(tmp_path, stack(("cache", 0.2))).triangle
+    by_engine, by_trainer = (triangle[f"decode and trainer, sampled by the {side}"] for side in ("engine", "trainer"))
+    both = triangle["decode and trainer"]
+    assert by_engine.tokens + by_trainer.tokens == both.tokens
+    total = by_engine.tokens * by_engine.k3 + by_trainer.tokens * by_trainer.k3
+    assert total == pytest.approx(both.tokens * both.k3)
+
+
 def test_two_causes_in_one_group_are_told_apart(tmp_path):
     ledger = ledger_of(tmp_path, stack(("cache", 0.2), ("head", 0.2)))
     assert {row.switch.id for row in ledger.culprits} == {"cache", "head"}

@@ -16,20 +16,25 @@ def scores(noise=0.01):
         "prompt_lengths": [2] * 10,
         "prompts": [index // 2 for index in range(10)],
         "sampled": sampled,
+        "by_trainer": [index % 2 == 1 for index in range(10)],
     }
     tokens = FrozenTokens.from_frozen(frozen)
-    decode = tokens.sampled.copy()
-    trainer = decode + noise * generator.standard_normal(len(decode))
+    difference = noise * generator.standard_normal(len(tokens.ids))
+    decode = tokens.sampled + tokens.by_trainer * difference
+    trainer = tokens.sampled + ~tokens.by_trainer * difference
     return tokens, decode, decode.copy(), trainer
 
 
-def outcomes(tokens, decode, prefill, trainer, weights=(), is_neutral=True, again=None, is_training=False):
+def outcomes(
+    tokens, decode, prefill, trainer, weights=(), is_neutral=True, again=None, is_training=False, trainer_error=""
+):
     checks = free_checks(
         *(tokens, decode, prefill, trainer),
         trainer_again=trainer if again is None else again,
         is_training=is_training,
         weights=weights,
         is_neutral=is_neutral,
+        trainer_error=trainer_error,
     )
     return {check.name: check for check in checks}
 
@@ -80,6 +85,20 @@ def test_a_decode_that_prefill_and_trainer_disagree_with_is_named():
     assert faults(checks) == []
 
 
+def test_a_trainer_that_scores_its_own_samples_differently_is_noted():
+    tokens, decode, prefill, trainer = scores()
+    checks = outcomes(tokens, decode, prefill, trainer + 0.1 * tokens.by_trainer)
+    assert checks["trainer repeats the samples"].outcome == "noted"
+    assert checks["decode repeats the samples"].outcome == "fine"
+
+
+def test_the_origin_of_the_tokens_is_named():
+    assert outcomes(*scores())["origin of the tokens"].message == "100 sampled by the engine, 100 by the trainer"
+    checks = outcomes(*scores(), trainer_error="NotImplementedError: packed rows")
+    assert checks["origin of the tokens"].outcome == "noted"
+    assert "NotImplementedError: packed rows" in checks["origin of the tokens"].message
+
+
 def test_prefill_is_not_judged_under_a_temperature():
     tokens, decode, prefill, trainer = scores()
     checks = outcomes(tokens, decode, prefill + 0.5, trainer, is_neutral=False)
@@ -88,7 +107,13 @@ def test_prefill_is_not_judged_under_a_temperature():
 
 def test_few_tokens_are_not_judged():
     few = FrozenTokens.from_frozen(
-        {"sequences": [[1, 2, 3]], "prompt_lengths": [1], "prompts": [0], "sampled": [[-1.0, -2.0]]}
+        {
+            "sequences": [[1, 2, 3]],
+            "prompt_lengths": [1],
+            "prompts": [0],
+            "sampled": [[-1.0, -2.0]],
+            "by_trainer": [False],
+        }
     )
     checks = outcomes(few, few.sampled, few.sampled, few.sampled)
     assert checks["shift"].outcome == checks["decode and prefill"].outcome == "not judged"

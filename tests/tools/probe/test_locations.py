@@ -65,6 +65,7 @@ def tokens(lengths):
             "prompt_lengths": [1] * len(lengths),
             "prompts": list(range(len(lengths))),
             "sampled": [[-1.0] * length for length in lengths],
+            "by_trainer": [False] * len(lengths),
         }
     )
 

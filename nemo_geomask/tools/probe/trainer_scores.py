@@ -1,0 +1,164 @@
+"""Log-probs of given tokens by a trainer, and samples of its own.
+
+NeMo-RL's ``get_logprobs`` gives the former and its ``get_topk_logits`` the latter, as they do in training.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_geomask.tools.probe import resolved_settings
+from nemo_geomask.tools.probe.worker_calls import call, call_all
+
+__all__ = ["batch_of", "sample_by_trainer", "trainer_scores"]
+
+_SAMPLING = ("temperature", "top_p", "top_k")
+"""Options that are sampling parameters, which NeMo-RL's trainers apply to the logits as the engine does."""
+_MOST_LOGITS = 4096  # of a position; all of them for the vocabulary of a tiny model
+_SEED = 20261
+
+
+def batch_of(config: Mapping[str, Any], tokenizer: Any, frozen: Mapping[str, Any]) -> Any:
+    """Return sequences as a batch of NeMo-RL's, padded on the right.
+
+    Args:
+        config: the recipe's ``policy``.
+        tokenizer: NeMo-RL's tokenizer.
+        frozen: ``sequences``, token ids of prompt and response; ``prompt_lengths``.
+    """
+    torch = importlib.import_module("torch")
+    batches = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
+    sequences, prompt_lengths = frozen["sequences"], frozen["prompt_lengths"]
+    multiple = int(config.get("make_sequence_length_divisible_by") or 1)
+    width = -(-max(map(len, sequences)) // multiple) * multiple
+    tokens = torch.full((len(sequences), width), tokenizer.pad_token_id)
+    mask = torch.zeros(len(sequences), width)
+    for row, (sequence, start) in enumerate(zip(sequences, prompt_lengths, strict=True)):
+        tokens[row, : len(sequence)] = torch.tensor(sequence)
+        mask[row, start : len(sequence)] = 1
+    lengths = torch.tensor(list(map(len, sequences)))
+    samples = torch.ones(len(sequences))
+    return batches({"input_ids": tokens, "input_lengths": lengths, "token_mask": mask, "sample_mask": samples})
+
+
+def trainer_scores(
+    policy: Any, config: Mapping[str, Any], tokenizer: Any, frozen: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the trainer's log-probs of the responses.
+
+    Args:
+        policy: NeMo-RL's policy.
+        config: the recipe's ``policy``.
+        tokenizer: NeMo-RL's tokenizer.
+        frozen: the frozen sequences.
+        options: ``reversed``, True for the last sequence first; other keys replace sampling parameters, or settings of
+            ``policy`` such as ``logprob_batch_size``, in all workers for this request.
+
+    Returns:
+        ``logprobs``: a list for each response; ``seconds``; ``settings``, what the forward passes really used.
+    """
+    order = list(range(len(frozen["sequences"])))[:: -1 if options.get("reversed") else 1]
+    names = ("sequences", "prompt_lengths")
+    data = batch_of(config, tokenizer, {name: [frozen[name][index] for index in order] for name in names})
+    workers = policy.worker_group.workers
+    settings = {name: value for name, value in options.items() if name != "reversed"}
+    before = call_all(workers, _replace_settings, settings)[0]
+    call_all(workers, resolved_settings.watch_forward)
+    began = time.monotonic()
+    try:
+        logprobs = policy.get_logprobs(data)["logprobs"]
+    finally:
+        call_all(workers, _replace_settings, before)
+    seconds = time.monotonic() - began
+    scores: list[list[float]] = [[] for _ in order]
+    for row, index in enumerate(order):
+        start, end = frozen["prompt_lengths"][index], len(frozen["sequences"][index])
+        scores[index] = logprobs[row, start:end].float().tolist()
+    answer = call(workers[0], resolved_settings.trainer_settings)
+    return {"logprobs": scores, "seconds": seconds, "settings": answer}
+
+
+def _replace_settings(actor: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace sampling parameters or top-level settings of a training worker, and return the earlier ones."""
+    before: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in _SAMPLING:
+            sampling = actor.sampling_params
+            before[name] = getattr(sampling, name)
+            setattr(sampling, name, value)
+        else:
+            before[name] = actor.cfg.get(name)
+            actor.cfg[name] = value
+    return before
+
+
+def sample_by_trainer(
+    policy: Any, config: Mapping[str, Any], tokenizer: Any, prompts: Sequence[Sequence[int]], *, vocabulary: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Sample a response to each prompt from the trainer, with the recipe's temperature, top-p and top-k.
+
+    Each token costs a forward pass over all sequences.
+
+    Args:
+        policy: NeMo-RL's policy.
+        config: the recipe's ``policy``.
+        tokenizer: NeMo-RL's tokenizer.
+        prompts: token ids of each prompt.
+        vocabulary: number of token ids; columns from there on are padding.
+
+    Returns:
+        The sequences, each a prompt and its response, and the log-probs of each response. A response ends with a stop
+        token, or at ``policy.generation.max_new_tokens``.
+    """
+    torch = importlib.import_module("torch")
+    generation = config["generation"]
+    stop_tokens = {tokenizer.eos_token_id, *(generation.get("stop_token_ids") or ())}
+    generator = torch.Generator().manual_seed(_SEED)
+    sequences = [list(prompt) for prompt in prompts]
+    logprobs: list[list[float]] = [[] for _ in prompts]
+    # Every worker computes whole batches.
+    multiple = len(policy.worker_group.workers) * int(config["logprob_batch_size"])
+    copies = -(-len(prompts) // multiple) * multiple
+    count = min(vocabulary, _MOST_LOGITS)
+    for _ in range(int(generation["max_new_tokens"])):
+        is_open = [
+            len(row) == len(prompt) or row[-1] not in stop_tokens
+            for row, prompt in zip(sequences, prompts, strict=True)
+        ]
+        if not any(is_open):
+            break
+        rows = [sequences[index % len(sequences)] for index in range(copies)]
+        data = batch_of(config, tokenizer, {"sequences": rows, "prompt_lengths": list(map(len, rows))})
+        output = policy.get_topk_logits(data, k=count)
+        # Columns of padding would displace tokens.
+        while count < _MOST_LOGITS and (width := int(output["topk_indices"].max()) + 1) > count:
+            count = min(width, _MOST_LOGITS)
+            output = policy.get_topk_logits(data, k=count)
+        for index, sequence in enumerate(sequences):
+            if not is_open[index]:
+                continue
+            last = len(sequence) - 1
+            distribution = _distribution(
+                output["topk_logits"][index, last], output["topk_indices"][index, last], vocabulary, generation
+            )
+            token = int(torch.multinomial(distribution.exp(), 1, generator=generator))
+            sequence.append(token)
+            logprobs[index].append(float(distribution[token]))
+    return sequences, logprobs
+
+
+def _distribution(logits: Any, ids: Any, vocabulary: int, generation: Mapping[str, Any]) -> Any:
+    """Return the log-probs of all token ids, [vocabulary] float64, from the largest logits of a position.
+
+    NeMo-RL's trainers apply the temperature to these logits, and neither top-p nor top-k.
+    """
+    torch = importlib.import_module("torch")
+    apply_filter = importlib.import_module("nemo_rl.algorithms.logits_sampling_utils").apply_top_k_top_p
+    is_token = ids < vocabulary
+    full = torch.full((vocabulary,), float("-inf"), dtype=torch.float32)
+    full[ids[is_token]] = logits[is_token].float()
+    kept, _ = apply_filter(full[None], generation.get("top_k"), generation.get("top_p", 1.0))
+    return kept[0].double().log_softmax(-1)
