@@ -103,11 +103,14 @@ def _trainer_changes(facts: RecipeFacts, section: str, has_automodel: bool) -> I
             yield f"{backend}.{key}", (value, why)
     if facts.is_true(f"{section}.sequence_packing.enabled"):
         yield "sequence_packing.enabled", (False, "packed rows need a CUDA attention kernel")
+    lora = "dtensor_cfg.lora_cfg"
+    if facts.is_true(f"{section}.{lora}.enabled") and facts.is_true(f"{section}.{lora}.use_triton"):
+        yield f"{lora}.use_triton", (False, "Triton kernels")
     if section == "policy" and facts.is_true("policy.dtensor_cfg._v2") and not has_automodel:
         why = "nemo_automodel can be imported neither here nor from the checkout's 3rdparty: DTensor v1's workers"
         yield "dtensor_cfg._v2", (False, why)
-        if facts.is_true("policy.dtensor_cfg.lora_cfg.enabled"):
-            yield "dtensor_cfg.lora_cfg.enabled", (False, "DTensor v1's workers have no LoRA")
+        if facts.is_true(f"policy.{lora}.enabled"):
+            yield f"{lora}.enabled", (False, "DTensor v1's workers have no LoRA")
 
 
 _TE = "transformer-engine"

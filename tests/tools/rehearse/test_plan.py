@@ -268,6 +268,16 @@ def test_a_folder_with_a_quote_in_its_name(tmp_path):
     assert read_recipe(path, change.overrides).data["logger"]["log_dir"] == change.value
 
 
+def test_adapters_of_triton_kernels_run_in_torch(planned):
+    lora = "policy.dtensor_cfg.lora_cfg"
+    v2 = "policy.dtensor_cfg._v2=true"
+    made, shrunk = planned(v2, f"++{lora}={{enabled: true, use_triton: true}}")
+    assert shrunk.get(f"{lora}.use_triton") is False
+    assert any(f"{lora}.use_triton" in line for line in made.unrehearsed)
+    _, off = planned(v2, f"++{lora}={{enabled: false, use_triton: true}}")
+    assert off.get(f"{lora}.use_triton") is True
+
+
 @pytest.mark.parametrize(
     ("overrides", "automodel", "takes"),
     [
