@@ -177,7 +177,8 @@ def _run_probe(arguments: argparse.Namespace, folder: Path, *, to_stdout: bool) 
         shutil.rmtree(folder)
     recipe = (arguments.recipe, arguments.overrides)
     result = probe_recipe(*recipe, folder=folder, switches=["requests"], budget=0.0, ranks=arguments.ranks)
-    print("\n".join(["", "probe:", *as_text(result)]), file=sys.stderr if to_stdout else sys.stdout)
+    heading = "probe of what needs no further start; nemo-geomask probe tries the other settings:"
+    print("\n".join(["", heading, *as_text(result)]), file=sys.stderr if to_stdout else sys.stdout)
     return 1 if result.faults else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,6 +47,7 @@ def free_checks(
     weights: tuple[str, ...] | None,
     is_neutral: bool,
     trainer_error: str = "",
+    adapters: Mapping[str, Any] | None = None,
 ) -> list[FreeCheck]:
     """Return the checks of the baseline.
 
@@ -59,10 +61,12 @@ def free_checks(
         weights: groups of weights that differ after the refit; None if they were not compared.
         is_neutral: True if temperature, top-p and top-k of the recipe leave the distribution as it is.
         trainer_error: why the trainer sampled no tokens; empty if it did.
+        adapters: number of the trainer's adapters, and whether a refit delivers them; None if that is not known.
     """
     checks = [
         FreeCheck("token ids", "fine", "the engine decoded exactly the frozen tokens"),
         _origin_check(tokens, trainer_error),
+        *_adapter_checks(adapters),
         _weights_check(weights),
         _sampled_check("decode", tokens.sampled[~tokens.by_trainer], decode[~tokens.by_trainer]),
         *(
@@ -76,6 +80,23 @@ def free_checks(
         few = f"{len(decode)} tokens; {_MIN_TOKENS} are needed"
         return [*checks, *(FreeCheck(name, "not judged", few) for name in ("shift", "decode and prefill"))]
     return [*checks, _shift_check(tokens, decode, trainer), _triangle_check(decode, prefill, trainer, is_neutral)]
+
+
+def _adapter_checks(adapters: Mapping[str, Any] | None) -> list[FreeCheck]:
+    """Say whether a refit delivers adapters; nothing if the trainer has none."""
+    if adapters is None or not adapters["count"]:
+        return []
+    name, count = "adapters", f"{adapters['count']} adapters of the trainer"
+    if adapters["is_delivered"]:
+        return [FreeCheck(name, "fine", f"{count} were given values, and the refit delivered them")]
+    return [
+        FreeCheck(
+            name,
+            "fault",
+            f"{count} were given values, and the engine's weights are the same after the refit",
+            "the engine samples without the adapters: find out why the refit does not merge or send them",
+        )
+    ]
 
 
 def _weights_check(weights: tuple[str, ...] | None) -> FreeCheck:
@@ -113,13 +134,13 @@ def _sampled_check(side: str, sampled: Any, scored: Any) -> FreeCheck:
     k3 = float(k3_of(scored - sampled).mean())
     if k3 <= NEGLIGIBLE_K3:
         return FreeCheck(name, "fine", f"k3 {k3:.2g} between sampling and scores")
-    owner, verb = ("engine", "decodes") if side == "decode" else ("trainer", "scores")
-    return FreeCheck(
-        name,
-        "noted",
-        f"the {owner} gives its own samples other log-probs when it {verb} them again: k3 {k3:.2g} nats a token",
-        "its log-probs depend on the batch: the rows of the ledger are only as exact as that",
-    )
+    if side == "trainer":
+        found = "the trainer's get_logprobs and its get_topk_logits, from which its samples were drawn, differ"
+        meaning = "log-probs of the trainer depend on the path or on the padding, which was shorter while it sampled"
+    else:
+        found = "the engine gives its own samples other log-probs when it decodes them again"
+        meaning = "its log-probs depend on the batch: the rows of the ledger are only as exact as that"
+    return FreeCheck(name, "noted", f"{found}: k3 {k3:.2g} nats a token", meaning)
 
 
 def _evaluation_check(trainer: Any, again: Any, is_training: bool) -> FreeCheck:

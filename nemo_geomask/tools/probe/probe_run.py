@@ -217,6 +217,7 @@ def probe(
         weights=runner.base.weights,
         is_neutral=all(values.get(key, value) == value for key, value in neutral.items()),
         trainer_error=store.frozen()["trainer_error"],
+        adapters=runner.base.scores.get("adapters"),
     )
     ledger = attribute_mismatch(runner, switches, values, untried_rows)
     layers = {"baseline": runner.layers("engine", NOTHING)}

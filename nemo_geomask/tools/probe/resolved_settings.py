@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["engine_settings", "flatten", "trainer_settings", "watch_forward"]
+__all__ = ["engine_settings", "flatten", "trainer_models", "trainer_settings", "watch_forward"]
 
 _DEPTH = 5
 _PRIMITIVES = (bool, int, float, str, type(None))
@@ -83,7 +83,7 @@ def watch_forward(actor: Any) -> None:
     """
     _forward.clear()
     if not _watched:
-        for model in _models(actor):
+        for model in trainer_models(actor):
             _watched.append(model.register_forward_hook(_count_forward, with_kwargs=True))
 
 
@@ -111,7 +111,7 @@ def trainer_settings(actor: Any) -> dict[str, str]:
         "trainer.forward": _counts(_forward.elements()),
         "trainer.sampling": str(getattr(actor, "sampling_params", None)),
     }
-    for model in _models(actor):
+    for model in trainer_models(actor):
         settings |= dict(flatten(getattr(model, "config", None), "trainer.model"))
         parameters = list(model.parameters())
         settings["trainer.weights"] = _counts(str(parameter.dtype) for parameter in parameters)
@@ -124,7 +124,8 @@ def trainer_settings(actor: Any) -> dict[str, str]:
     return settings
 
 
-def _models(actor: Any) -> list[Any]:
+def trainer_models(actor: Any) -> list[Any]:
+    """Return the modules that NeMo-RL's training worker trains: one, or one for each part of a pipeline."""
     torch = importlib.import_module("torch")
     model = getattr(actor, "model", None)
     models = model if isinstance(model, list | tuple) else [model]

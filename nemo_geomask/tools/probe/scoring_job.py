@@ -20,6 +20,7 @@ from typing import Any
 
 from nemo_geomask.errors import ConfigError, EngineError
 from nemo_geomask.tools.probe import engine_scores, layer_states, resolved_settings
+from nemo_geomask.tools.probe.adapters import fill_adapters
 from nemo_geomask.tools.probe.engine_restart import restart_engine
 from nemo_geomask.tools.probe.trainer_scores import batch_of, sample_by_trainer, trainer_scores
 from nemo_geomask.tools.probe.worker_calls import call, call_all
@@ -80,6 +81,7 @@ class Session:
         self.generation = generation
         self.config = config["policy"]
         self._tokenizer = tokenizer
+        self._adapters: dict[str, Any] | None = None
         self._loader = arguments.get("wrapped_dataloader", arguments.get("dataloader"))
         self.actors = [] if generation is None else _engines(generation)
         if not self.actors:
@@ -95,6 +97,8 @@ class Session:
                 self.generation.prepare_refit_info(self.policy.prepare_refit_info())
         with _timed(seconds, "refit"):
             refit(self)
+            if self._adapters is None:
+                self._adapters = self._deliver_adapters()
         frozen_file = Path(job["frozen"])
         if not frozen_file.is_file():
             with _timed(seconds, "sampling"):
@@ -106,6 +110,7 @@ class Session:
         frozen = json.loads(frozen_file.read_text(encoding="utf-8"))
         sequences, lengths = frozen["sequences"], frozen["prompt_lengths"]
         answer: dict[str, Any] = {"decode": {}, "trainer": {}, "prefill": None, "seconds": seconds}
+        answer["adapters"] = self._adapters
         with _timed(seconds, "engine's scores"):
             for name, options in job["decode"].items():
                 answer["decode"][name] = call(self.actors[0], engine_scores.decode_scores, sequences, lengths, options)
@@ -128,6 +133,20 @@ class Session:
             with _timed(seconds, "hidden states"):
                 answer["layers"] = self._layers(frozen, states)
         return answer
+
+    def _deliver_adapters(self) -> dict[str, Any]:
+        """Give values to the trainer's adapters, and send them to the engine.
+
+        Returns:
+            ``count``: number of adapters; ``is_delivered``: True if the engine got other weights by it.
+        """
+        count = call_all(self.policy.worker_group.workers, fill_adapters)[0]
+        if not count:
+            return {"count": 0, "is_delivered": True}
+        before = call(self.actors[0], resolved_settings.engine_settings)
+        refit(self)
+        after = call(self.actors[0], resolved_settings.engine_settings)
+        return {"count": count, "is_delivered": before["engine.checksum"] != after["engine.checksum"]}
 
     def sample_by_trainer(self, frozen: dict[str, Any]) -> None:
         """Replace every second response by one that the trainer samples.

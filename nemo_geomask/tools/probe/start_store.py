@@ -93,8 +93,8 @@ class StartStore:
         self._folder = folder
         self._launcher = launcher
         self._sizes = {"prompts": prompts, "generations": generations}
-        # Starts that reached the time limit: another day's machine may be faster.
-        self._timeouts: dict[Path, StartAnswer] = {}
+        # Starts that another day's machine may finish, or that failed before there was any other.
+        self._not_stored: dict[Path, StartAnswer] = {}
         self.runs = 0
         """Number of starts that were run and not read from the store."""
         self.seconds_of_runs: dict[bool, list[float]] = {True: [], False: []}
@@ -113,7 +113,7 @@ class StartStore:
     def has(self, start: Start) -> bool:
         """Return True if a start is stored, and so costs nothing."""
         file = self._file(start)
-        return file.is_file() or file in self._timeouts
+        return file.is_file() or file in self._not_stored
 
     def answer(self, start: Start) -> StartAnswer:
         """Return the scores of a start, from the store or by running it.
@@ -122,10 +122,10 @@ class StartStore:
             DataError: a stored file was changed, or belongs to other sequences.
         """
         file = self._file(start)
-        if file in self._timeouts:
-            return self._timeouts[file]
+        if file in self._not_stored:
+            return self._not_stored[file]
         if not file.is_file() and (answer := self._run(start, file)) is not None:
-            self._timeouts[file] = answer
+            self._not_stored[file] = answer
             return answer
         stored = json.loads(file.read_text(encoding="utf-8"))
         content, digest = stored["content"], stored["sha256"]
@@ -146,7 +146,10 @@ class StartStore:
         return self._folder / "starts" / f"{start.name}-{digest[:8]}.json"
 
     def _run(self, start: Start, file: Path) -> StartAnswer | None:
-        """Run a start and store it; return its answer if the time limit was reached, and store nothing."""
+        """Run a start and store it; return its answer if that is not to be stored.
+
+        These are starts that reached the time limit, and the first one if it failed.
+        """
         out = self._folder / f"{start.name}.answer.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         out.unlink(missing_ok=True)
@@ -166,10 +169,12 @@ class StartStore:
         self.runs += 1
         self.seconds_of_runs[start.engine is None].append(seconds)
         error = outcome.error[-_ERRORS_KEPT:]
-        if outcome.is_timeout:
-            return StartAnswer(error, {}, None, "", seconds)
         if not error and not out.is_file():
             error = "NeMo-RL's script ended without its training function, so nothing was scored"
+        is_first = not any(file.parent.iterdir())
+        # The first one fails for a reason outside the probe, which the user may have removed when it is resumed.
+        if outcome.is_timeout or (error and is_first):
+            return StartAnswer(error, {}, None, "", seconds)
         content = {
             "name": start.name,
             "settings": dict(start.settings),

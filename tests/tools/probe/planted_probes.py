@@ -63,6 +63,14 @@ PLANTS = {
 }
 
 
+ADAPTER = ("++policy.dtensor_cfg._v2=true", "++policy.dtensor_cfg.lora_cfg.enabled=true")
+"""Overrides of the recipe for the plants of adapters, which NeMo-RL's own trainer alone has."""
+ADAPTER_PLANTS = {
+    "adapter": Plant({}, {}, ()),
+    "lost adapter": Plant({}, {"lost_adapter": True}, "adapters"),
+}
+
+
 class PlantedWorkers:
     """Sends the jobs of a probe to workers that run already, with the plant's values and faults."""
 
@@ -102,7 +110,7 @@ def switches_for(values):
 
 def run_plant(session, name, folder, *, prompts=24):
     """Run the probe of a plant; returns its result."""
-    values, faults, _ = PLANTS[name]
+    values, faults, _ = {**PLANTS, **ADAPTER_PLANTS}[name]
     values_of_recipe = recipe_values(values)
     switches, others = switches_for(values_of_recipe)
     folder.mkdir(parents=True, exist_ok=True)

@@ -110,6 +110,26 @@ def dropout(session, share):
     return _in_trainers(session, _leave_dropout_on, _switch_dropout_off, share)
 
 
+# An adapter that a refit does not merge into the weights that it sends.
+
+_merge = []
+_TRAINER = "nemo_rl.models.policy.workers.dtensor_policy_worker_v2"
+
+
+def _leave_adapters_out(actor, value):
+    module = importlib.import_module(_TRAINER)
+    _merge.append(module._maybe_merge_lora_weight)
+    module._maybe_merge_lora_weight = lambda module_map, name, tensor: tensor
+
+
+def _merge_adapters(actor, value):
+    importlib.import_module(_TRAINER)._maybe_merge_lora_weight = _merge.pop()
+
+
+def lost_adapter(session, value):
+    return _in_trainers(session, _leave_adapters_out, _merge_adapters, value)
+
+
 # A layer that a refit does not deliver: the engine keeps the weights from before the trainer's last step.
 
 _weights_before = []
@@ -180,4 +200,4 @@ def _skip_nothing_in_engine(worker):
     del _loader_of(worker).load_weights
 
 
-FAULTS = {each.__name__: each for each in (trainer_sampling, shifted_tokens, dropout, stale_layer)}
+FAULTS = {each.__name__: each for each in (trainer_sampling, shifted_tokens, dropout, lost_adapter, stale_layer)}

@@ -289,3 +289,7 @@ def test_a_baseline_that_does_not_start_is_an_error(tmp_path):
     store = StartStore(tmp_path, made, prompts=4, generations=1)
     with pytest.raises(EngineError, match=r"can't be scored with its own settings: ValueError: policy\.all is wrong"):
         ArmRunner(store, [], settings={"policy.all": 1}, budget=1.0)
+    # It is not kept: what failed may have been the environment.
+    made.failing = frozenset()
+    store = StartStore(tmp_path, made, prompts=4, generations=1)
+    assert ArmRunner(store, [], settings={"policy.all": 1}, budget=1.0).base.error == ""

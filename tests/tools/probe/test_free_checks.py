@@ -26,7 +26,16 @@ def scores(noise=0.01):
 
 
 def outcomes(
-    tokens, decode, prefill, trainer, weights=(), is_neutral=True, again=None, is_training=False, trainer_error=""
+    tokens,
+    decode,
+    prefill,
+    trainer,
+    weights=(),
+    is_neutral=True,
+    again=None,
+    is_training=False,
+    trainer_error="",
+    adapters=None,
 ):
     checks = free_checks(
         *(tokens, decode, prefill, trainer),
@@ -35,6 +44,7 @@ def outcomes(
         weights=weights,
         is_neutral=is_neutral,
         trainer_error=trainer_error,
+        adapters=adapters,
     )
     return {check.name: check for check in checks}
 
@@ -70,6 +80,14 @@ def test_layers_with_other_weights_are_named():
     checks = outcomes(*scores(), weights=("layers.2", "layers.3"))
     assert faults(checks) == ["weights after the refit"]
     assert "layers.2, layers.3" in checks["weights after the refit"].message
+
+
+def test_adapters_that_a_refit_does_not_deliver_are_a_fault():
+    checks = outcomes(*scores(), adapters={"count": 14, "is_delivered": False})
+    assert faults(checks) == ["adapters"]
+    assert "14 adapters" in checks["adapters"].message
+    assert outcomes(*scores(), adapters={"count": 14, "is_delivered": True})["adapters"].outcome == "fine"
+    assert "adapters" not in outcomes(*scores(), adapters={"count": 0, "is_delivered": True})
 
 
 def test_weights_that_were_not_compared_are_not_judged():

@@ -106,6 +106,38 @@ def test_hidden_states_that_cannot_be_read_leave_the_scores(session, monkeypatch
     assert answer["trainer"]["base"]["logprobs"] == [[2.0, 3.0], [9.0, 10.0]]
 
 
+class Adapted(torch.nn.Module):
+    """A layer with an adapter, as Automodel names its parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.lora_A, self.lora_B = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
+        torch.nn.init.zeros_(self.lora_B.weight)
+
+
+@pytest.mark.parametrize("is_delivered", [True, False])
+def test_adapters_get_values_once_and_a_refit_that_loses_them_is_seen(session, monkeypatch, is_delivered):
+    trainer, engine = session.trainer, session.session.actors[0]
+    trainer.model, engine.weight = Adapted(), 0.0
+
+    def refit(session):
+        if is_delivered:
+            engine.weight = float(trainer.model.lora_B.weight.detach().abs().sum())
+
+    monkeypatch.setattr(scoring_job, "refit", refit)
+    monkeypatch.setattr(resolved_settings, "engine_settings", lambda actor: {"engine.checksum": str(actor.weight)})
+    job = {**session.job, "decode": {}, "trainer": {}, "states": 0}
+    first, filled = session.session.answer(job), trainer.model.lora_B.weight.clone()
+    assert first["adapters"] == {"count": 1, "is_delivered": is_delivered}
+    assert float(filled.detach().abs().min()) > 0
+    assert session.session.answer(job)["adapters"] == first["adapters"]
+    assert torch.equal(trainer.model.lora_B.weight, filled)
+    # Another start fills an adapter of this name and shape alike.
+    other = Actor(model=[Adapted()])
+    assert scoring_job.fill_adapters(other) == 1
+    assert torch.equal(other.model[0].lora_B.weight, filled)
+
+
 def test_a_generation_without_a_synchronous_engine_is_refused():
     generation = SimpleNamespace(worker_group=SimpleNamespace(workers=[]))
     with pytest.raises(ConfigError, match="synchronous engine"):
