@@ -4,7 +4,7 @@ An engine's prefill gives the input and output of every layer, attention, MLP an
 sequence twice by NeMo-RL's own call: as it is, which shows how the difference grows from layer to layer; and with the
 engine's inputs in place of its own at every operator (replay), which shows where it arises.
 
-Modules are found by the names that vLLM, Hugging Face and Megatron use. What is not found is left out.
+Modules are found by the names that vLLM, Hugging Face, Automodel and Megatron use. What is not found is left out.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ _IDENTITIES = ("Identity", "IdentityOp")
 _NORMS = ("model.norm", "decoder.final_layernorm", "model.language_model.norm", "language_model.model.norm")
 _HEADS = ("lm_head", "output_layer", "language_model.lm_head")
 _ROUTERS = ("gate", "router")
+_HIDDEN_STATES = ("hidden_states", "x")
+"""Names of the argument with the hidden states, where it is passed by name."""
 
 States = dict[str, Any]
 """By name of an operator, such as ``3 attention``: its input and output, each [tokens, width] float32."""
@@ -49,7 +51,8 @@ def _operators(model: Any) -> dict[str, Any]:
     """Return the modules whose input and output both sides have, by name, in the order of the forward pass."""
     layers = _child(model, _LAYERS)
     operators: dict[str, Any] = {}
-    for number, layer in enumerate(layers if layers is not None else ()):
+    # Automodel's are a dictionary.
+    for number, layer in enumerate(() if layers is None else layers.values() if hasattr(layers, "values") else layers):
         operators[f"{number} layer"] = layer
         for part, names in _PARTS.items():
             if (module := _child(layer, names)) is not None:
@@ -72,9 +75,15 @@ def _hidden_input(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the hidden states of a call and, in vLLM, the residual that belongs to them."""
     torch = importlib.import_module("torch")
     floating = [value for value in args if isinstance(value, torch.Tensor) and value.is_floating_point()]
-    hidden = kwargs.get("hidden_states", floating[0] if floating else None)
+    name = _hidden_name(kwargs)
+    hidden = kwargs[name] if name else floating[0] if floating else None
     residual = kwargs.get("residual", floating[1] if len(floating) > 1 else None)
     return hidden, residual
+
+
+def _hidden_name(kwargs: Mapping[str, Any]) -> str:
+    """Return the name by which the hidden states are passed; empty if they are passed by position."""
+    return next((name for name in _HIDDEN_STATES if name in kwargs), "")
 
 
 def _sum(hidden: Any, residual: Any) -> Any:
@@ -187,8 +196,8 @@ def _replace_input(state: Any) -> Callable[..., Any]:
             replaced[0, : len(value)] = value
         else:
             replaced[: len(value), 0] = value
-        if "hidden_states" in kwargs:
-            return args, {**kwargs, "hidden_states": replaced}
+        if name := _hidden_name(kwargs):
+            return args, {**kwargs, name: replaced}
         return tuple(replaced if each is hidden else each for each in args), kwargs
 
     return replace

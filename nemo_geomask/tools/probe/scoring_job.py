@@ -122,7 +122,7 @@ class Session:
                 states = [call(self.actors[0], layer_states.capture_engine, sequence) for sequence in chosen]
             except Exception as error:  # as in _layers
                 states = []
-                answer["layers"] = {"error": f"{type(error).__name__}: {error}"}
+                answer["layers"] = {"error": _cause_of(error)}
         self.generation.finish_generation()
         with _timed(seconds, "trainer's scores"):
             if job["trainer"]:
@@ -169,7 +169,7 @@ class Session:
                 self.policy, self.config, self._tokenizer, prompts, vocabulary=vocabulary
             )
         except Exception as error:  # the engine's samples alone are enough for a probe, and the report says so
-            frozen["trainer_error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+            frozen["trainer_error"] = _cause_of(error)
         else:
             for index, sequence, values in zip(chosen, sequences, logprobs, strict=True):
                 frozen["sequences"][index], frozen["sampled"][index] = sequence, values
@@ -194,7 +194,7 @@ class Session:
                     rows.append(differences)
                 heads.append(logprobs)
         except Exception as error:  # what can't be looked into is reported, and the scores stand
-            return {"error": f"{type(error).__name__}: {error}"}
+            return {"error": _cause_of(error)}
         return {"own": _means(as_they_run), "replayed": _means(replayed), "head": heads, "error": ""}
 
     def _watched_pass(
@@ -213,6 +213,12 @@ class Session:
             call_all(workers, layer_states.stop_trainer)
         start, end = sequence["prompt_lengths"][0], len(sequence["sequences"][0])
         return logprobs[0, start:end].float().tolist(), differences
+
+
+def _cause_of(error: Exception) -> str:
+    """Return an error in one line; of an error in a worker, which Ray wraps, the worker's own."""
+    cause = getattr(error, "cause", None) or error
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
 def _means(rows: list[dict[str, float]]) -> dict[str, float]:

@@ -262,6 +262,31 @@ def test_tokens_with_other_experts_are_counted(weights, tokens):
     assert found["1 router"] == 0.0
 
 
+class AutomodelLayer(TrainerLayer):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class AutomodelModel(Model):
+    def forward(self, tokens):
+        hidden = self.model.embed(tokens)
+        for layer in self.model.layers.values():
+            hidden = layer(x=hidden)
+        return self.lm_head(self.model.norm(hidden))
+
+
+def test_automodels_layers_are_a_dictionary_and_take_their_input_by_another_name(weights, tokens):
+    states, _ = engine_states(weights, tokens)
+    model = cast(weights, AutomodelModel, AutomodelLayer, TrainerMLP, TrainerRouter)
+    model.model.layers = nn.ModuleDict({str(number): layer for number, layer in enumerate(model.model.layers)})
+    with torch.no_grad():
+        model.model.layers["0"].mlp.linear.weight.mul_(1.1)
+    found, _ = differences(model, states, tokens, replay=True)
+    # The input of each layer is the engine's, so that nothing of the first one's change is left in the next.
+    assert {name for name, value in found.items() if value > 1e-5} == {"0 MLP", "0 layer"}
+    assert {"1 layer", "1 attention", "1 router"} < set(found)
+
+
 def test_megatrons_layout_of_tokens_before_rows_is_read(weights, tokens):
     states, _ = engine_states(weights, tokens)
     model = trainer(weights)
