@@ -139,7 +139,7 @@ def probe_recipe(
         ConfigError: the recipe can't be probed, or the folder holds something else.
         EngineError: the recipe can't be scored with its own settings.
     """
-    from nemo_geomask.tools.probe.probe_run import choose_switches, prepare_folder, probe
+    from nemo_geomask.tools.probe.probe_run import BATCH_TOKENS, choose_switches, prepare_folder, probe
     from nemo_geomask.tools.probe.scoring_job import FUNCTION
     from nemo_geomask.tools.rehearse.hosted_job import reads_key, values_in_force
     from nemo_geomask.tools.rehearse.job_session import JobSession
@@ -150,7 +150,7 @@ def probe_recipe(
     folder = folder.resolve()
     names = ("temperature", "top_p", "top_k", "colocated.enabled", "vllm_cfg.async_engine")
     more_keys = [f"policy.generation.{name}" for name in names]
-    keys = [*(switch.key for switch in mismatch_switches()), *more_keys, "policy.megatron_cfg.enabled"]
+    keys = [*(switch.key for switch in mismatch_switches()), *more_keys, *BATCH_TOKENS, "policy.megatron_cfg.enabled"]
     values, replaced = values_in_force(recipe, overrides, keys, ranks=ranks)
     if values.get("policy.generation.vllm_cfg.async_engine"):
         raise ConfigError(
@@ -164,7 +164,7 @@ def probe_recipe(
         trainer="megatron" if values.get("policy.megatron_cfg.enabled") else "dtensor",
         has_gpus=has_gpus(),
     )
-    prepare_folder(folder, recipe, overrides, (prompts, _GENERATIONS), resume=resume)
+    prepare_folder(folder, recipe, overrides, (prompts, _GENERATIONS, ranks), resume=resume)
     workers = JobSession(recipe, overrides, FUNCTION, folder=folder / "work", ranks=ranks, timeout=timeout)
     with signals_as_exceptions(), contextlib.closing(workers):
         return probe(

@@ -14,15 +14,16 @@ from nemo_geomask.tools.probe.resolved_settings import trainer_models
 
 __all__ = ["fill_adapters"]
 
-_SECOND_MATRIX = re.compile(r"(lora_B|adapter\.linear_out)\.weight$")
-"""Name of the matrix that begins as zero, in Automodel's adapters and in Megatron-Bridge's."""
+_SECOND_MATRIX = re.compile(r"(lora_(\w+_)?B|adapter\.linear_out)(\.weight)?$")
+"""Name of the matrix that begins as zero, in Automodel's adapters, also of experts, and in Megatron-Bridge's."""
 _STANDARD_DEVIATION = 0.1
 
 
 def fill_adapters(actor: Any) -> int:
     """Fill the second matrices of a training worker's adapters with noise, and return their number.
 
-    A matrix gets the same values in every start, since they depend on its name and shape alone.
+    A matrix, or this worker's shard of it, gets values that depend on its name and shape alone: the same ones in every
+    start with the same layout.
 
     Args:
         actor: NeMo-RL's training worker, in whose process this runs.

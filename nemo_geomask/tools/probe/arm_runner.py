@@ -74,7 +74,7 @@ class ArmRunner:
         self.is_complete = True
         """False once a start was left out for want of time."""
         self.is_coupled = False
-        """True if the trainer's conservative values change the weights that the engine gets."""
+        """True once a trainer's arm has changed the weights that the engine gets."""
         requests: dict[Side, dict[str, dict[str, Any]]] = {
             side: {BASE: {}, "again": {}, "reversed": {"reversed": True}} for side in SIDES
         }
@@ -100,21 +100,17 @@ class ArmRunner:
         all_engine, all_trainer = map(self.arm_of_all, SIDES)
         if all_trainer or not self.replaces_engines:
             answer = self._run(NOTHING, all_trainer)
-            if answer is not None and not answer.error:
-                before, after = (
-                    (each.sent, each.scores["engine_settings"].get(_CHECKSUM)) for each in (self.base, answer)
-                )
-                self.is_coupled = before != after
-                if not self.is_coupled:
-                    self._repeat("engine", "restarted", answer)
-                self.run_together(all_engine, all_trainer)
-        if self.replaces_engines:
+            if not self.is_coupled:
+                self._repeat("engine", "restarted", answer)
+            self.run_together(all_engine, all_trainer)
+        if self.replaces_engines or not any(side == "engine" for side, *_ in self._repeated):
             restarted = self._run(NOTHING, NOTHING)
             self._repeat("engine", "restarted", restarted)
             self._repeat("trainer", "restarted", restarted)
+        if self.replaces_engines:
             self._repeat("engine", "replaced in its process", self._answer(self._replaced("engine-again", {})))
         answer = self._run(all_engine, NOTHING) if all_engine or not self.replaces_engines else None
-        if not self.replaces_engines:
+        if not any(side == "trainer" for side, *_ in self._repeated):
             self._repeat("trainer", "restarted", answer)
 
     def _repeat(self, side: Side, label: str, answer: StartAnswer | None) -> None:
@@ -155,10 +151,29 @@ class ArmRunner:
         )
         start = self._replaced(name, values) if is_replaced else Start(name, {**self._settings, **values})
         answer = self._answer(start)
-        if answer is not None:
-            for side, arm in arms.items():
-                self._answers[side].setdefault(arm, answer)
+        if answer is None:
+            return None
+        if trainer and not answer.error and self._sends_other_weights(answer, engine):
+            self.is_coupled = True
+            if engine:
+                # The engine had the weights of the trainer's arm; beside the baseline's, it needs a start of its own.
+                self._together[engine, trainer] = answer
+                self._answers["trainer"].setdefault(trainer, answer)
+                self._run(engine, NOTHING)
+                self._run(NOTHING, trainer)
+                return answer
+        for side, arm in arms.items():
+            self._answers[side].setdefault(arm, answer)
         return answer
+
+    def _sends_other_weights(self, answer: StartAnswer, engine: Arm) -> bool:
+        """Return True if the engine got other weights than in the baseline, if only rounded in another way."""
+        if answer.sent != self.base.sent:
+            return True
+        # The engine's own arm may change the dtype in which it keeps them.
+        names = () if engine else (_CHECKSUM,)
+        before, after = (each.scores["engine_settings"] for each in (self.base, answer))
+        return any(before.get(name) != after.get(name) for name in names)
 
     def run_together(self, engine: Arm, trainer: Arm) -> None:
         """Run an arm of each side in one start, if the sides are coupled and both arms change something."""

@@ -52,7 +52,9 @@ def _operators(model: Any) -> dict[str, Any]:
     layers = _child(model, _LAYERS)
     operators: dict[str, Any] = {}
     # Automodel's are a dictionary.
-    for number, layer in enumerate(() if layers is None else layers.values() if hasattr(layers, "values") else layers):
+    for place, layer in enumerate(() if layers is None else layers.values() if hasattr(layers, "values") else layers):
+        # Megatron's, from 1, counts the layers of earlier pipeline stages too.
+        number = getattr(layer, "layer_number", place + 1) - 1
         operators[f"{number} layer"] = layer
         for part, names in _PARTS.items():
             if (module := _child(layer, names)) is not None:

@@ -14,6 +14,7 @@ from nemo_geomask.tools.probe.locations import LayerDifferences, TokenGap
 from nemo_geomask.tools.probe.probe_run import ProbeResult
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
 from nemo_geomask.tools.shared.json_output import JSON_VERSION
+from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch
 from nemo_geomask.tools.shared.palette import BLUE, VERMILION
 from nemo_geomask.tools.shared.terminal_tables import ABSENT, format_table
 
@@ -49,11 +50,18 @@ def sentence(result: ProbeResult) -> str:
 
 
 def recipe_lines(result: ProbeResult) -> list[str]:
-    """Return the lines to set in the recipe, as overrides, each with its price as a comment."""
+    """Return the overrides that set the conservative values, each with its price as a comment; none with a fault."""
+    if result.faults:
+        return []
     return [
-        f"++{row.switch.key}={_text(row.switch.value)}" + (f"  # {row.switch.slower}" if row.switch.slower else "")
+        _override(row.switch) + (f"  # {row.switch.slower}" if row.switch.slower else "")
         for row in result.ledger.culprits
     ]
+
+
+def _override(switch: MismatchSwitch) -> str:
+    """Return a switch's value as an override; an empty mapping is taken out, since merged it would change nothing."""
+    return f"~{switch.key}" if switch.value == {} else f"++{switch.key}={_text(switch.value)}"
 
 
 def as_text(result: ProbeResult) -> list[str]:

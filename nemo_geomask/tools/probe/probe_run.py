@@ -42,6 +42,14 @@ COMMON_SETTINGS: Mapping[str, Any] = {
 }
 """Settings of all starts, by dotted key."""
 
+BATCH_TOKENS = tuple(
+    f"policy.{batching}.{use}_mb_tokens"
+    for batching in ("sequence_packing", "dynamic_batching")
+    for use in ("logprob", "train")
+)
+"""Keys of the tokens in a batch, which must hold the longer responses; set where the recipe has them."""
+_BATCH_TOKENS = 128
+
 
 @dataclass(frozen=True)
 class ProbeResult:
@@ -86,7 +94,7 @@ def prepare_folder(
         folder: the folder.
         recipe: path of the recipe.
         overrides: overrides of the recipe.
-        sizes: numbers of prompts and of responses to each.
+        sizes: numbers of prompts, of responses to each, and of processes that train.
         resume: go on with the probe in the folder.
 
     Raises:
@@ -200,12 +208,16 @@ def probe(
     store = StartStore(folder, launcher, prompts=prompts, generations=generations)
     runner = ArmRunner(
         *(store, switches),
-        settings=COMMON_SETTINGS,
+        settings={**COMMON_SETTINGS, **{key: _BATCH_TOKENS for key in BATCH_TOKENS if values.get(key) is not None}},
         budget=budget,
         replaces_engines=replaces_engines,
         progress=progress,
     )
-    neutral = {"policy.generation.temperature": 1.0, "policy.generation.top_p": 1.0, "policy.generation.top_k": None}
+    neutral: dict[str, tuple[Any, ...]] = {
+        "policy.generation.temperature": (1.0,),
+        "policy.generation.top_p": (1.0,),
+        "policy.generation.top_k": (None, -1),
+    }
     decode, trainer = runner.decode(NOTHING), runner.logprobs(NOTHING)
     checks = free_checks(
         runner.tokens,
@@ -215,7 +227,7 @@ def probe(
         trainer_again=runner.logprobs(NOTHING, "again"),
         is_training="training True" in runner.base.scores["trainer"][BASE]["settings"].get("trainer.forward", ""),
         weights=runner.base.weights,
-        is_neutral=all(values.get(key, value) == value for key, value in neutral.items()),
+        is_neutral=all(values.get(key, allowed[0]) in allowed for key, allowed in neutral.items()),
         trainer_error=store.frozen()["trainer_error"],
         adapters=runner.base.scores.get("adapters"),
     )

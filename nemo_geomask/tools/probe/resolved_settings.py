@@ -93,7 +93,10 @@ def _count_forward(module: Any, args: Any, kwargs: Any, output: Any) -> None:
     logits = getattr(output, "logits", output)
     shape = "×".join(map(str, tokens.shape)) if isinstance(tokens, torch.Tensor) else "?"
     dtype = str(logits.dtype) if isinstance(logits, torch.Tensor) else "?"
-    _forward[f"tokens {shape} logits {dtype} training {module.training}"] += 1
+    is_training = any(part.training for part in module.modules())
+    # Megatron returns logits in float32 whatever its weights are, and FSDP keeps weights in float32.
+    weights = next((str(parameter.dtype) for parameter in module.parameters()), "?")
+    _forward[f"tokens {shape} logits {dtype} weights {weights} training {is_training}"] += 1
 
 
 def trainer_settings(actor: Any) -> dict[str, str]:

@@ -22,7 +22,12 @@ from nemo_geomask.errors import ConfigError, EngineError
 from nemo_geomask.tools.probe import engine_scores, layer_states, resolved_settings
 from nemo_geomask.tools.probe.adapters import fill_adapters
 from nemo_geomask.tools.probe.engine_restart import restart_engine
-from nemo_geomask.tools.probe.trainer_scores import batch_of, sample_by_trainer, trainer_scores
+from nemo_geomask.tools.probe.trainer_scores import (
+    batch_of,
+    replaced_settings,
+    sample_by_trainer,
+    trainer_scores,
+)
 from nemo_geomask.tools.probe.worker_calls import call, call_all
 from nemo_geomask.tools.shared.json_output import write_json_file
 
@@ -123,7 +128,7 @@ class Session:
             except Exception as error:  # as in _layers
                 states = []
                 answer["layers"] = {"error": _cause_of(error)}
-        self.generation.finish_generation()
+        self._end_generation()
         with _timed(seconds, "trainer's scores"):
             if job["trainer"]:
                 self.policy.prepare_for_lp_inference()
@@ -140,7 +145,8 @@ class Session:
         Returns:
             ``count``: number of adapters; ``is_delivered``: True if the engine got other weights by it.
         """
-        count = call_all(self.policy.worker_group.workers, fill_adapters)[0]
+        # Workers of a pipeline have different adapters; the others have the same.
+        count = max(call_all(self.policy.worker_group.workers, fill_adapters))
         if not count:
             return {"count": 0, "is_delivered": True}
         before = call(self.actors[0], resolved_settings.engine_settings)
@@ -161,7 +167,7 @@ class Session:
         chosen = range(1, count, 2)
         prompts = [frozen["sequences"][index][: frozen["prompt_lengths"][index]] for index in chosen]
         frozen["by_trainer"], frozen["trainer_error"] = [False] * count, ""
-        self.generation.finish_generation()
+        self._end_generation()
         self.policy.prepare_for_lp_inference()
         try:
             vocabulary = call(self.actors[0], _vocabulary_size)
@@ -174,7 +180,13 @@ class Session:
             for index, sequence, values in zip(chosen, sequences, logprobs, strict=True):
                 frozen["sequences"][index], frozen["sampled"][index] = sequence, values
                 frozen["by_trainer"][index] = True
-        self.generation.prepare_for_generation()
+        if self.generation.prepare_for_generation() is False:
+            raise EngineError("NeMo-RL could not wake the engine after the trainer had sampled; its log says why")
+
+    def _end_generation(self) -> None:
+        # NeMo-RL catches the errors of its workers, and returns False.
+        if self.generation.finish_generation() is False:
+            raise EngineError("NeMo-RL could not end the engine's generation; its log says why")
 
     def _layers(self, frozen: Mapping[str, Any], states: list[layer_states.States]) -> dict[str, Any]:
         """Compare hidden states of the first sequences; ``error`` says why there are none."""
@@ -207,10 +219,14 @@ class Session:
         reference = importlib.import_module("ray").put(states)
         call_all(workers, layer_states.watch_trainer, reference, replay)
         try:
-            logprobs = self.policy.get_logprobs(data)["logprobs"]
-            differences = call(workers[0], layer_states.compare_trainer, reference, experts)
+            # The engine's prefill, with which the head is compared, ignores all three.
+            with replaced_settings(workers, {"temperature": 1.0, "top_p": 1.0, "top_k": None}):
+                logprobs = self.policy.get_logprobs(data)["logprobs"]
+            answers = call_all(workers, layer_states.compare_trainer, reference, experts)
         finally:
             call_all(workers, layer_states.stop_trainer)
+        # Each stage of a pipeline has layers of its own.
+        differences = {name: value for answer in reversed(answers) for name, value in answer.items()}
         start, end = sequence["prompt_lengths"][0], len(sequence["sequences"][0])
         return logprobs[0, start:end].float().tolist(), differences
 
@@ -271,7 +287,8 @@ def _sampled(generation: Any, loader: Any, tokenizer: Any, job: Mapping[str, Any
         data = batches({"input_ids": flat["token_ids"], "input_lengths": lengths})
         output = generation.generate(data, greedy=False)
         ends = output["unpadded_sequence_lengths"].tolist()
-        for index, (start, end) in enumerate(zip(lengths.tolist(), ends, strict=True)):
+        wanted = (job["prompts"] - prompts) * job["generations"]  # the loader's batches may hold more
+        for index, (start, end) in enumerate(zip(lengths.tolist()[:wanted], ends[:wanted], strict=True)):
             frozen["sequences"].append(output["output_ids"][index, :end].tolist())
             frozen["prompt_lengths"].append(start)
             frozen["prompts"].append(prompts + index // job["generations"])

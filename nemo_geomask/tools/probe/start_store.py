@@ -16,6 +16,7 @@ from nemo_geomask.tools.shared.json_output import write_json_file
 __all__ = ["Launcher", "LauncherOutcome", "Start", "StartAnswer", "StartStore"]
 
 _ERRORS_KEPT = 2000  # characters
+_NAME_KEPT = 80  # characters: names of many switches exceed what a file system takes
 _STATES = 3  # sequences whose hidden states are compared
 
 
@@ -45,7 +46,7 @@ class Start:
     """One start of the workers, or of an engine in place of theirs.
 
     Attributes:
-        name: name for the reader, and of the folder.
+        name: name for the reader.
         settings: settings of the workers, by dotted key.
         engine: settings with which an engine is started in place of the workers' own, by dotted key below
             ``policy.generation``; None leaves them their engine, and starts new workers.
@@ -58,6 +59,12 @@ class Start:
     engine: Mapping[str, Any] | None = None
     decode: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"base": {}})
     trainer: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"base": {}})
+
+    @property
+    def file_name(self) -> str:
+        """Name of its files, which differs from that of every other start and has at most 89 characters."""
+        digest = _digest([self.settings, self.engine, self.decode, self.trainer])
+        return f"{self.name[:_NAME_KEPT]}-{digest[:8]}"
 
 
 @dataclass(frozen=True)
@@ -127,8 +134,11 @@ class StartStore:
         if not file.is_file() and (answer := self._run(start, file)) is not None:
             self._not_stored[file] = answer
             return answer
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        content, digest = stored["content"], stored["sha256"]
+        try:
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            content, digest = stored["content"], stored["sha256"]
+        except (ValueError, KeyError, TypeError):
+            content, digest = None, ""
         if _digest(content) != digest:
             raise DataError(f"{file} does not have its own hash; it was changed or cut. Delete it to run it again")
         if not content["error"] and content["frozen"] != _digest(self.frozen()):
@@ -142,15 +152,14 @@ class StartStore:
         )
 
     def _file(self, start: Start) -> Path:
-        digest = _digest([start.settings, start.engine, start.decode, start.trainer])
-        return self._folder / "starts" / f"{start.name}-{digest[:8]}.json"
+        return self._folder / "starts" / f"{start.file_name}.json"
 
     def _run(self, start: Start, file: Path) -> StartAnswer | None:
         """Run a start and store it; return its answer if that is not to be stored.
 
         These are starts that reached the time limit, and the first one if it failed.
         """
-        out = self._folder / f"{start.name}.answer.json"
+        out = self._folder / f"{start.file_name}.answer.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         out.unlink(missing_ok=True)
         job = {
@@ -164,7 +173,7 @@ class StartStore:
             **self._sizes,
         }
         began = time.monotonic()
-        outcome = self._launcher(job, name=start.name, settings=start.settings, is_fresh=start.engine is None)
+        outcome = self._launcher(job, name=start.file_name, settings=start.settings, is_fresh=start.engine is None)
         seconds = time.monotonic() - began
         self.runs += 1
         self.seconds_of_runs[start.engine is None].append(seconds)

@@ -5,15 +5,17 @@ NeMo-RL's ``get_logprobs`` gives the former and its ``get_topk_logits`` the latt
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_geomask.tools.probe import resolved_settings
 from nemo_geomask.tools.probe.worker_calls import call, call_all
 
-__all__ = ["batch_of", "sample_by_trainer", "trainer_scores"]
+__all__ = ["batch_of", "replaced_settings", "sample_by_trainer", "trainer_scores"]
 
 _SAMPLING = ("temperature", "top_p", "top_k")
 """Options that are sampling parameters, which NeMo-RL's trainers apply to the logits as the engine does."""
@@ -60,25 +62,71 @@ def trainer_scores(
     Returns:
         ``logprobs``: a list for each response; ``seconds``; ``settings``, what the forward passes really used.
     """
-    order = list(range(len(frozen["sequences"])))[:: -1 if options.get("reversed") else 1]
-    names = ("sequences", "prompt_lengths")
-    data = batch_of(config, tokenizer, {name: [frozen[name][index] for index in order] for name in names})
     workers = policy.worker_group.workers
+    count = len(frozen["sequences"])
+    order = list(range(count))[:: -1 if options.get("reversed") else 1]
+    rows = [order[row % count] for row in range(_whole_batches(count, policy, config))]
+    names = ("sequences", "prompt_lengths")
+    data = batch_of(config, tokenizer, {name: [frozen[name][index] for index in rows] for name in names})
     settings = {name: value for name, value in options.items() if name != "reversed"}
-    before = call_all(workers, _replace_settings, settings)[0]
-    call_all(workers, resolved_settings.watch_forward)
-    began = time.monotonic()
-    try:
+    with replaced_settings(workers, settings):
+        call_all(workers, resolved_settings.watch_forward)
+        began = time.monotonic()
         logprobs = policy.get_logprobs(data)["logprobs"]
-    finally:
-        call_all(workers, _replace_settings, before)
-    seconds = time.monotonic() - began
+        seconds = time.monotonic() - began
+        resolved = call(workers[0], resolved_settings.trainer_settings)
     scores: list[list[float]] = [[] for _ in order]
     for row, index in enumerate(order):
         start, end = frozen["prompt_lengths"][index], len(frozen["sequences"][index])
         scores[index] = logprobs[row, start:end].float().tolist()
-    answer = call(workers[0], resolved_settings.trainer_settings)
-    return {"logprobs": scores, "seconds": seconds, "settings": answer}
+    return {"logprobs": scores, "seconds": seconds, "settings": resolved}
+
+
+def _whole_batches(count: int, policy: Any, config: Mapping[str, Any]) -> int:
+    """Return the smallest number of rows, at least ``count``, of which every worker computes whole batches."""
+    multiple = len(policy.worker_group.workers) * int(config["logprob_batch_size"])
+    return -(-count // multiple) * multiple
+
+
+@contextlib.contextmanager
+def replaced_settings(workers: Sequence[Any], settings: Mapping[str, Any]) -> Iterator[None]:
+    """Replace settings of the training workers within the context, in which excluded tokens have a log-prob of -inf.
+
+    NeMo-RL sets the log-prob of a token that top-p or top-k excludes to 0, so that the loss leaves it out.
+
+    Args:
+        workers: NeMo-RL's training workers.
+        settings: sampling parameters, and top-level settings of ``policy``, by name.
+    """
+    before = call_all(workers, _replace_settings, settings)[0]
+    call_all(workers, _keep_excluded)
+    try:
+        yield
+    finally:
+        call_all(workers, _mask_excluded)
+        call_all(workers, _replace_settings, before)
+
+
+_MASKING = "mask_out_neg_inf_logprobs"
+# Of this process: modules whose function was replaced, each with that function.
+_masking_modules: list[tuple[Any, Any]] = []
+
+
+def _keep_excluded(actor: Any) -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("nemo_rl.") and _MASKING in vars(module):
+            _masking_modules.append((module, getattr(module, _MASKING)))
+            setattr(module, _MASKING, _as_they_are)
+
+
+def _as_they_are(logprobs: Any, *args: Any, **kwargs: Any) -> Any:
+    return logprobs
+
+
+def _mask_excluded(actor: Any) -> None:
+    while _masking_modules:
+        module, function = _masking_modules.pop()
+        setattr(module, _MASKING, function)
 
 
 def _replace_settings(actor: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,9 +167,7 @@ def sample_by_trainer(
     generator = torch.Generator().manual_seed(_SEED)
     sequences = [list(prompt) for prompt in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]
-    # Every worker computes whole batches.
-    multiple = len(policy.worker_group.workers) * int(config["logprob_batch_size"])
-    copies = -(-len(prompts) // multiple) * multiple
+    copies = _whole_batches(len(prompts), policy, config)
     count = min(vocabulary, _MOST_LOGITS)
     for _ in range(int(generation["max_new_tokens"])):
         is_open = [

@@ -220,9 +220,14 @@ class TestReplacedEngines:
         assert verdicts(self.ledger(tmp_path, made))["graphs"] == "not effective"
 
 
-@pytest.mark.parametrize("replaces_engines", [True, False])
-def test_weights_that_a_refit_rounds_need_both_sides_together(tmp_path, replaces_engines):
-    """Both in bfloat16: alone, the trainer's dtype helps little, because the engine still rounds the weights."""
+@pytest.mark.parametrize(
+    ("replaces_engines", "fails_together"), [(True, False), (False, False), (True, True), (False, True)]
+)
+def test_weights_that_a_refit_rounds_need_both_sides_together(tmp_path, replaces_engines, fails_together):
+    """Both in bfloat16: alone, the trainer's dtype helps little, because the engine still rounds the weights.
+
+    That other weights are sent is also seen where the trainer's values can't be started all at once.
+    """
     precision = ("policy.generation.precision", "policy.precision")
     switches = [
         MismatchSwitch("engine_dtype", precision[0], "off", "engine", "engine", "engine", "one", "", ""),
@@ -233,8 +238,17 @@ def test_weights_that_a_refit_rounds_need_both_sides_together(tmp_path, replaces
         dict.fromkeys(precision, "off"),
         rounding=(*precision, 0.15),
     )
+    if fails_together:
+        switches.append(switch("broken", side="trainer", group="two"))
+        made.failing = frozenset({"policy.broken"})
     ledger = ledger_of(tmp_path, made, switches, replaces_engines=replaces_engines)
     rows = {row.switch.id: row for row in ledger.rows}
+    assert "engine, restarted" in ledger.repetitions
+    if fails_together:
+        # What the trainer's dtype does alone is measured with the engine that got its weights.
+        assert rows["trainer_dtype"].share < 0.1
+        assert rows["engine_dtype"].shapley + rows["trainer_dtype"].shapley == pytest.approx(1.0, abs=1e-6)
+        return
     assert ledger.all_conservative.k3 < 1e-9
     assert (rows["engine_dtype"].verdict, rows["engine_dtype"].is_confirmed) == ("explains", True)
     trainer = rows["trainer_dtype"]
@@ -273,6 +287,21 @@ def test_scores_that_were_changed_are_refused(tmp_path):
     file.write_text(file.read_text().replace('"seconds": 1.0', '"seconds": 2.0'))
     with pytest.raises(DataError, match="does not have its own hash"):
         ledger_of(tmp_path, stack(("cache", 0.2)))
+
+
+def test_a_cut_file_is_named(tmp_path):
+    ledger_of(tmp_path, stack(("cache", 0.2)))
+    file = next((tmp_path / "starts").glob("baseline-*.json"))
+    file.write_text(file.read_text()[:100])
+    with pytest.raises(DataError, match=r"baseline-.*does not have its own hash"):
+        ledger_of(tmp_path, stack(("cache", 0.2)))
+
+
+def test_names_of_many_switches_fit_into_a_file_name(tmp_path):
+    long = [switch(f"{letter * 60}", group="one") for letter in "abcde"] + [switch("fusion", side="trainer")]
+    ledger = ledger_of(tmp_path, SyntheticStack({long[0].key: ("engine", 0.2)}, {long[0].key: "off"}), long)
+    assert ledger.rows[0].switch.id == "a" * 60
+    assert max(len(path.name) for path in tmp_path.rglob("*")) < 110
 
 
 def test_scores_of_other_sequences_are_refused(tmp_path):

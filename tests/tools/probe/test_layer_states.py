@@ -304,6 +304,17 @@ def test_megatrons_layout_of_tokens_before_rows_is_read(weights, tokens):
         assert len(found) >= 5 * LAYERS
 
 
+def test_layers_of_a_later_pipeline_stage_keep_their_numbers(weights, tokens):
+    states, _ = engine_states(weights, tokens)
+    stage = trainer(weights)
+    for number, layer in enumerate(stage.model.layers, start=1):
+        layer.layer_number = number
+    stage.model.layers = stage.model.layers[1:]
+    found, _ = differences(stage, states, tokens, replay=True)
+    assert {name.split()[0] for name in found} == {"1", "2", "final"}
+    assert max(found.values()) < 1e-6
+
+
 def test_a_fused_norm_is_left_out_and_attention_gets_its_input(weights, tokens):
     states, _ = engine_states(weights, tokens)
 

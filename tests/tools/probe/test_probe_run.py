@@ -1,14 +1,17 @@
 """A probe from recipe values to report, on made-up log-probs."""
 
+import dataclasses
 import json
 
 import pytest
 
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.probe.free_checks import FreeCheck
 from nemo_geomask.tools.probe.probe_report import as_json, as_text, recipe_lines, sentence, write_html
 from nemo_geomask.tools.probe.probe_run import choose_switches, prepare_folder, probe
 from nemo_geomask.tools.probe.resolved_settings import flatten
 from nemo_geomask.tools.shared.json_output import to_json
+from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
 from tests.tools.probe.synthetic_stack import SyntheticStack
 
 PRECISION = "policy.generation.vllm_cfg.precision"
@@ -99,6 +102,30 @@ def test_the_report_names_the_cause_the_line_to_set_and_what_was_not_tried(resul
     text = "\n".join(as_text(result))
     assert "explains, confirmed" in text
     assert "moe_backend: changes kernels of GPUs alone" in text
+
+
+def test_a_value_that_is_merged_is_taken_out_and_a_fault_leaves_nothing_to_set(result):
+    row = result.ledger.culprits[0]
+    override = next(each for each in mismatch_switches() if each.id == "rope_override")
+    ledger = dataclasses.replace(result.ledger, rows=(dataclasses.replace(row, switch=override),))
+    assert recipe_lines(dataclasses.replace(result, ledger=ledger)) == [f"~{override.key}"]
+    fault = FreeCheck("shift", "fault", "shifted", "look at padding")
+    assert recipe_lines(dataclasses.replace(result, checks=(fault,))) == []
+
+
+def test_batches_hold_the_longer_responses_where_the_recipe_limits_their_tokens(tmp_path):
+    key = "policy.sequence_packing.logprob_mb_tokens"
+    made = SyntheticStack({PRECISION: ("engine", 0.2)}, {PRECISION: "float32"})
+    probe(
+        *("recipe.yaml", [], made, [], [], {**VALUES, key: 32}),
+        folder=tmp_path,
+        prompts=4,
+        generations=2,
+        budget=0.0,
+    )
+    longest = made.starts[0]["policy.max_total_sequence_length"]
+    assert made.starts[0][key] >= longest
+    assert "policy.dynamic_batching.logprob_mb_tokens" not in made.starts[0]
 
 
 def test_json_has_the_ledger(result):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_geomask.errors import ConfigError
+from nemo_geomask.errors import ConfigError, EngineError
 from nemo_geomask.tools.probe import engine_scores, layer_states, resolved_settings, scoring_job
 
 
@@ -51,7 +51,11 @@ def session(monkeypatch, tmp_path):
     monkeypatch.setattr(engine_scores, "prefill_scores", lambda actor, *arguments: {"logprobs": [[-1.0] * 2] * 2})
     monkeypatch.setattr(resolved_settings, "engine_settings", lambda actor: {"engine.weights": "float32"})
     engine = Actor(llm=SimpleNamespace(llm_engine=None))
-    trainer = Actor(cfg={"logprob_batch_size": 2}, sampling_params=SimpleNamespace(temperature=0.7), model=None)
+    trainer = Actor(
+        cfg={"logprob_batch_size": 2},
+        sampling_params=SimpleNamespace(temperature=0.7, top_p=1.0, top_k=None),
+        model=None,
+    )
     seen = []
 
     def get_logprobs(data):
@@ -136,6 +140,36 @@ def test_adapters_get_values_once_and_a_refit_that_loses_them_is_seen(session, m
     other = Actor(model=[Adapted()])
     assert scoring_job.fill_adapters(other) == 1
     assert torch.equal(other.model[0].lora_B.weight, filled)
+
+
+def test_watched_passes_score_without_temperature_and_filters_as_prefill_does(session, monkeypatch):
+    monkeypatch.setattr(layer_states, "capture_engine", lambda actor, sequence: {"final norm": []})
+    monkeypatch.setattr(layer_states, "watch_trainer", lambda actor, states, replay: None)
+    monkeypatch.setattr(layer_states, "compare_trainer", lambda actor, states, experts: {"final norm": 0.0})
+    monkeypatch.setattr(layer_states, "stop_trainer", lambda actor: None)
+    configuration = SimpleNamespace(hf_text_config=SimpleNamespace(num_experts_per_tok=None))
+    engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=configuration))
+    session.session.actors[0].llm.llm_engine = engine
+    answer = session.session.answer({**session.job, "decode": {}, "trainer": {"base": {}}})
+    assert answer["layers"]["error"] == ""
+    assert [temperature for _, temperature, _ in session.seen] == [0.7, 1.0, 1.0]
+    assert session.trainer.sampling_params.temperature == 0.7
+
+
+def test_an_engine_that_does_not_wake_is_an_error(session):
+    session.session.generation.prepare_for_generation = lambda: False
+    session.session.policy.get_topk_logits = lambda data, k: 1 / 0
+    with pytest.raises(EngineError, match="could not wake the engine"):
+        session.session.sample_by_trainer(json.loads(json.dumps(FROZEN)))
+
+
+def test_a_trainer_that_cannot_sample_leaves_the_engines_responses(session):
+    session.session.generation.prepare_for_generation = lambda: True
+    frozen = json.loads(json.dumps(FROZEN))
+    session.session.sample_by_trainer(frozen)
+    assert frozen["by_trainer"] == [False, False]
+    assert frozen["trainer_error"].startswith("AttributeError")
+    assert frozen["sequences"] == FROZEN["sequences"]
 
 
 def test_a_generation_without_a_synchronous_engine_is_refused():

@@ -1,5 +1,6 @@
 """Samples of a trainer: drawn from its own distribution, with the recipe's filters, up to a stop token."""
 
+import functools
 import math
 import sys
 import types
@@ -46,6 +47,47 @@ def nemo_rl(monkeypatch):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, batches.__name__, batches)
     monkeypatch.setitem(sys.modules, filters.__name__, filters)
+
+
+class ScoringPolicy:
+    """A trainer that scores −1, excludes token 3, and masks what it excludes with NeMo-RL's function."""
+
+    def __init__(self, workers):
+        actors = [
+            SimpleNamespace(model=None, cfg={}, sampling_params=SimpleNamespace(top_p=0.9)) for _ in range(workers)
+        ]
+        for actor in actors:
+            actor.__ray_call__ = SimpleNamespace(remote=functools.partial(_called, actor))
+        self.worker_group = SimpleNamespace(workers=actors)
+        self.rows = []
+
+    def get_logprobs(self, data):
+        self.rows.append(len(data["input_ids"]))
+        excluded = torch.where(data["input_ids"] == 3, float("-inf"), -1.0)
+        return {"logprobs": sys.modules["nemo_rl.algorithms.utils"].mask_out_neg_inf_logprobs(excluded, None, "")}
+
+
+def _called(actor, function, *arguments):
+    return function(actor, *arguments)
+
+
+def test_a_token_that_the_trainer_excludes_has_no_probability(monkeypatch):
+    utilities, ray = types.ModuleType("nemo_rl.algorithms.utils"), types.ModuleType("ray")
+    utilities.mask_out_neg_inf_logprobs = lambda logprobs, mask, name: torch.where(logprobs.isinf(), 0.0, logprobs)
+    masking = utilities.mask_out_neg_inf_logprobs
+    ray.get = lambda value, timeout=None: value
+    monkeypatch.setitem(sys.modules, utilities.__name__, utilities)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    policy = ScoringPolicy(workers=2)
+    frozen = {"sequences": [[1, 2, 3], [1, 3, 2], [2, 2, 2]], "prompt_lengths": [1, 1, 1]}
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    answer = trainer_scores.trainer_scores(policy, {"logprob_batch_size": 2}, tokenizer, frozen, {"top_p": 0.8})
+    assert answer["logprobs"] == [[-1.0, -math.inf], [-math.inf, -1.0], [-1.0, -1.0]]
+    # Two workers compute batches of two, and what was replaced is as before.
+    assert policy.rows == [4]
+    assert utilities.mask_out_neg_inf_logprobs is masking
+    assert policy.worker_group.workers[0].sampling_params.top_p == 0.9
+    assert "top_p=0.8" in answer["settings"]["trainer.sampling"]
 
 
 def sample(policy, prompts, *, most=6, vocabulary=VOCABULARY, **generation):
