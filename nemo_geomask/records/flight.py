@@ -15,7 +15,7 @@ from nemo_geomask.config import LossConfig
 from nemo_geomask.config.fields import Recording
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOKEN_MASK
 from nemo_geomask.losses.batch_masks import removed_tokens
-from nemo_geomask.records.record_schema import REMOVED
+from nemo_geomask.records.record_schema import COLUMNS, REMOVED
 from nemo_geomask.records.writer import Recorder, StepRows
 
 __all__ = [
@@ -42,6 +42,7 @@ COLUMN_BATCH_KEYS = {
     "reward": "rewards",
     "weight_version": "weight_version",
     "staleness": "staleness",
+    "environment": "environment",
 }
 """Key of the batch that holds each column; NeMo-RL's own key where it has one."""
 JSONL_KEYS = {
@@ -58,6 +59,7 @@ JSONL_KEYS = {
 CURR_KNOWN_KEY = "curr_trained"
 """Key of a [B, T] bool tensor, True where ``curr`` was computed, even as NaN; if absent, that is everywhere."""
 _LENGTHS_KEY = "input_lengths"
+_TEXT_KEYS = [COLUMN_BATCH_KEYS[column.name] for column in COLUMNS if column.is_text]
 # Trainers may skip computing these columns and fill them with zeros or NaN; such columns are not recorded.
 _SKIPPABLE_COLUMNS = {"prev", "ref"}
 
@@ -100,22 +102,24 @@ class FlightRecorder:
         self,
         step: int,
         *parts: Mapping[str, Any],
-        later: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None,
+        later: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     ) -> None:
         """Copy the tensors of a step and queue the step to be written, if ``loss_fn.record.every`` selects it.
 
         Args:
             step: the step's number, from 1.
             parts: the batch, in one part or several; mappings of [B, T] and [B] tensors, with any of
-                :data:`COLUMN_BATCH_KEYS`.
-            later: called in the recorder's thread with the whole batch; returns further tensors to record, by key.
+                :data:`COLUMN_BATCH_KEYS`. ``environment`` is a list of B names, None where a name is not known.
+            later: called in the recorder's thread with the whole batch; returns further values to record, by key.
         """
         if not self.takes(step):
             return
         keys = (*COLUMN_BATCH_KEYS.values(), _LENGTHS_KEY)
         # Copies, because the trainer may change its tensors while the recorder writes them.
         copies = [
-            {key: part[key].detach().clone() for key in keys if isinstance(part.get(key), Tensor)} for part in parts
+            {key: part[key].detach().clone() for key in keys if isinstance(part.get(key), Tensor)}
+            | {key: list(part[key]) for key in _TEXT_KEYS if isinstance(part.get(key), list)}
+            for part in parts
         ]
 
         def rows() -> StepRows:
@@ -125,7 +129,7 @@ class FlightRecorder:
         self.recorder.record(step, rows, masks=self._masks, facts=self._facts)
 
 
-def step_rows(config: LossConfig, step: int, data: Mapping[str, Tensor]) -> StepRows:
+def step_rows(config: LossConfig, step: int, data: Mapping[str, Any]) -> StepRows:
     """Return the sequences of a step that ``config.record`` selects.
 
     Args:
@@ -153,7 +157,11 @@ def step_rows(config: LossConfig, step: int, data: Mapping[str, Tensor]) -> Step
     if config.record.fraction == 1:
         return StepRows(lengths, values, facts)
     rows = _choose_rows(config.record, step, groups)
-    return StepRows(lengths[rows], {name: value[rows] for name, value in values.items()}, facts)
+    return StepRows(lengths[rows], {name: _select_rows(value, rows) for name, value in values.items()}, facts)
+
+
+def _select_rows(column: Tensor | Sequence[str | None], rows: Tensor) -> Tensor | Sequence[str | None]:
+    return column[rows] if isinstance(column, Tensor) else [column[row] for row in rows.tolist()]
 
 
 def recorded_rows(settings: Recording, step: int, data: Mapping[str, Tensor]) -> Tensor:
@@ -173,7 +181,7 @@ def _trained_tokens(data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]
     return mask, torch.where(mask.any(dim=1), mask.int().argmax(dim=1), lengths), lengths
 
 
-def join_parts(parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+def join_parts(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the parts as one batch, padded to the widest; a key that one of them lacks is left out."""
     if len(parts) == 1:
         return parts[0]
@@ -182,8 +190,13 @@ def join_parts(parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
     def pad(value: Tensor) -> Tensor:
         return torch.nn.functional.pad(value, (0, width - value.shape[1])) if value.dim() == 2 else value
 
+    def join(values: Sequence[Any]) -> Any:
+        if isinstance(values[0], Tensor):
+            return torch.cat([pad(value) for value in values])
+        return [text for texts in values for text in texts]
+
     common = [key for key in parts[0] if all(key in part for part in parts)]
-    return {key: torch.cat([pad(part[key]) for part in parts]) for key in common}
+    return {key: join([part[key] for part in parts]) for key in common}
 
 
 def _prompt_groups(tokens: Tensor, prompt_lengths: Tensor) -> tuple[Tensor, Tensor]:

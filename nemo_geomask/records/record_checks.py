@@ -19,9 +19,11 @@ from typing import Any, BinaryIO
 from nemo_geomask.errors import DataError, InputLimitError
 from nemo_geomask.recipe.input_limits import InputLimits, current_limits, irregular_file_type, limit_error
 from nemo_geomask.records import checksums
-from nemo_geomask.records.page_headers import PageError, count_values
+from nemo_geomask.records.page_headers import BYTES_A_NUMBER, PageError, count_values
 from nemo_geomask.records.record_schema import (
     CHECKSUM_KEY,
+    COLUMNS,
+    MAX_TEXT_BYTES,
     ORIGIN_KEY,
     REMOVED,
     VERSION,
@@ -36,6 +38,7 @@ __all__ = ["RecordFile", "open_record", "read_metadata", "read_origin"]
 FREE_TOKENS = 2**20
 """Number of tokens that a file may claim however small it is."""
 _MAX_PAGES = 100_000
+_TEXT_NAMES = {column.name for column in COLUMNS if column.is_text}
 _OPEN_ERRORS = {
     errno.ELOOP: "it is a symbolic link; name the folder of the file that it leads to",
     errno.ENXIO: "it is a socket",
@@ -109,18 +112,19 @@ class RecordFile:
             self._check_bytes(start + entry[0], entry[1])
         parquet = require_arrow("pyarrow.parquet")
         self._metadata = _parse_footer(footer)
-        self._file = parquet.ParquetFile(file, metadata=self._metadata)
+        paths = [self._metadata.schema.column(index).path for index in range(self._metadata.num_columns)]
+        # As a dictionary, a text that many rows share takes its memory once.
+        texts = sorted(_TEXT_NAMES.intersection(paths))
+        self._file = parquet.ParquetFile(file, metadata=self._metadata, read_dictionary=texts)
         self._check_schema()
         self.row_groups: int = self._metadata.num_row_groups
         self._leaves = [
-            index
-            for index in range(self._metadata.num_columns)
-            if any(_is_within(self._metadata.schema.column(index).path, name) for name in self._names)
+            index for index, path in enumerate(paths) if any(_is_within(path, name) for name in self._names)
         ]
         self._check_claims()
 
     def tables(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
-        """Yield the file's row groups as ``pyarrow.Table``, their rows checked.
+        """Yield the file's row groups as ``pyarrow.Table``, their rows checked; columns of texts are dictionaries.
 
         Args:
             columns: names of the columns; None: all of the schema that the file has.
@@ -166,8 +170,11 @@ class RecordFile:
         missing_names = [field.name for field in record_schema if not field.nullable and field.name not in names]
         if missing_names:
             raise DataError(f"{self.path}: has no column {', '.join(missing_names)}, which every record has")
+        arrow = require_arrow()
         for name in self._names:
             expected, actual = record_schema.field(name).type, schema.field(name).type
+            if name in _TEXT_NAMES and arrow.types.is_dictionary(actual):
+                actual = actual.value_type
             if expected != actual:
                 raise DataError(f"{self.path}: column {name} is {actual}, but records have {expected}")
 
@@ -203,7 +210,8 @@ class RecordFile:
             end = start + chunk.total_compressed_size
             if not 0 < start <= end <= self._size:
                 raise PageError(f"column {chunk.path_in_schema[:100]} is not within the file")
-            values, count = count_values(self._descriptor, start, end, claimed, _MAX_PAGES - pages)
+            value_size = BYTES_A_NUMBER + (MAX_TEXT_BYTES if chunk.path_in_schema in _TEXT_NAMES else 0)
+            values, count = count_values(self._descriptor, start, end, claimed, _MAX_PAGES - pages, value_size)
             pages += count
             if values != claimed:
                 raise PageError(f"column {chunk.path_in_schema[:100]} has {values} values, not {claimed}")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import nemo_geomask
 from nemo_geomask.optional import require
@@ -18,6 +18,7 @@ from nemo_geomask.optional import require
 __all__ = [
     "CHECKSUM_KEY",
     "COLUMNS",
+    "MAX_TEXT_BYTES",
     "ORIGIN_KEY",
     "REMOVED",
     "VERSION",
@@ -26,6 +27,7 @@ __all__ = [
     "arrow_schema",
     "file_name",
     "file_step",
+    "is_recordable_text",
     "require_arrow",
     "step_files",
 ]
@@ -41,6 +43,9 @@ ORIGIN_KEY = "nemo_geomask.origin"
 
 REMOVED = "removed."
 """Prefix of the column that is True for the tokens a mask removes; the mask's label follows."""
+
+MAX_TEXT_BYTES = 128
+"""Largest size of a text in a record, such as an environment's name, in bytes of UTF-8; no text is empty."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,11 @@ class Column:
     def is_per_token(self) -> bool:
         """True if the column holds a list with one element for each token."""
         return self.arrow_type.startswith("list<")
+
+    @property
+    def is_text(self) -> bool:
+        """True if the column holds a text for each sequence; see :func:`is_recordable_text`."""
+        return self.arrow_type == "string"
 
     @property
     def element(self) -> str:
@@ -98,6 +108,11 @@ COLUMNS: tuple[Column, ...] = (
         "group", "int64", "number of the prompt in the step: rows of a group have the same prompt", is_required=True
     ),
     Column("sample", "int64", "number of the response within its group, in row order"),
+    Column(
+        "environment",
+        "string",
+        "name of the environment of the sequence's prompt, NeMo-Gym's agent; null where the loop does not name it",
+    ),
     Column("weight_version", "int64", "version of the weights that generation began with"),
     Column("staleness", "int32", "number of rollout batches between the weights that generated and those that train"),
     Column("reward", "float32", "reward of the sequence, after shaping, before the baseline"),
@@ -160,6 +175,16 @@ def arrow_schema(masks: Iterable[str] = (), facts: Mapping[str, Any] | None = No
 def _field_type(arrow: Any, column: Column) -> Any:
     element = arrow.type_for_alias(column.element)
     return arrow.list_(element) if column.is_per_token else element
+
+
+def is_recordable_text(value: object) -> TypeGuard[str]:
+    """Return True if a value is a text of 1 to :data:`MAX_TEXT_BYTES` bytes of UTF-8, which a record can hold."""
+    if not isinstance(value, str):
+        return False
+    try:
+        return 0 < len(value.encode()) <= MAX_TEXT_BYTES
+    except UnicodeEncodeError:  # a surrogate without its other half
+        return False
 
 
 def file_name(step: int, writer: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_geomask.records.record_schema import COLUMNS, REMOVED, file_step, require_arrow
+from nemo_geomask.records.record_schema import COLUMNS, MAX_TEXT_BYTES, REMOVED, file_step, require_arrow
 
 __all__ = ["RowChecks", "RowError"]
 
@@ -33,7 +33,7 @@ class RowChecks:
         self._numbers: set[int] = set()
 
     def check(self, table: Any) -> None:
-        """Check the next row group, a ``pyarrow.Table`` with all columns of the file or some.
+        """Check the next row group, a ``pyarrow.Table`` with all columns of the file or some; texts are dictionaries.
 
         Raises: RowError: a row is not valid.
         """
@@ -58,6 +58,14 @@ class RowChecks:
                 if column.flatten().null_count:
                     has_null = [row is not None and None in row for row in column.to_pylist()]
                     yield np.array(has_null), _message(f"{name} has a token without a value")
+        for name, column in columns.items():
+            if name in _COLUMNS and _COLUMNS[name].is_text:
+                sizes = compute.binary_length(column.dictionary).take(column.indices)
+                values = _to_numpy(compute.fill_null(sizes, 1))
+                yield (
+                    (values < 1) | (values > MAX_TEXT_BYTES),
+                    _value_message(f"the size of {name}", values, f"1 to {MAX_TEXT_BYTES} bytes"),
+                )
         for name in _NOT_NEGATIVE:
             if name in columns:
                 values = _to_numpy(compute.fill_null(columns[name], 0))

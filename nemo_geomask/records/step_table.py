@@ -20,13 +20,13 @@ class StepRows:
 
     Attributes:
         lengths: [S] number of tokens of each sequence.
-        values: tensors by column name: [S], or [S, T] with padding at the right for a column of lists. A column
-            without a tensor is null.
+        values: tensors by column name: [S], or [S, T] with padding at the right for a column of lists. A column of
+            texts is a sequence of S texts, None where a text is not known. A column without a value is null.
         facts: properties of these sequences, in addition to those of the run.
     """
 
     lengths: Tensor
-    values: Mapping[str, Tensor] = field(default_factory=dict)
+    values: Mapping[str, Tensor | Sequence[str | None]] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -63,6 +63,8 @@ def step_table(step: int, rows: StepRows, masks: Sequence[str], facts: Mapping[s
         arrow_type = schema.field(column.name).type
         if value is None:
             return arrow.nulls(count, arrow_type)
+        if not isinstance(value, Tensor):
+            return arrow.array(value, type=arrow_type)
         if not column.is_per_token:
             return _flat_array(arrow, value, column.element)
         elements = _flat_array(arrow, remove_padding(value), column.element)

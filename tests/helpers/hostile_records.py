@@ -49,6 +49,19 @@ def _bomb(compression: str, rows: int = 1, **options) -> Callable[[Path], None]:
     return lambda path: parquet.write_table(_table(lengths), path, compression=compression, **options)
 
 
+def _text_bomb(rows: int, size: int, **options) -> Callable[[Path], None]:
+    """Return a maker of a bomb that has an environment with a long name in each row."""
+
+    def make(path: Path) -> None:
+        table = _table(np.ones(rows, int))
+        index = table.schema.get_field_index("environment")
+        names = arrow.DictionaryArray.from_arrays(arrow.array(np.zeros(rows, np.int32)), ["x" * size])
+        table = table.set_column(index, arrow.field("environment", names.type), names)
+        parquet.write_table(table, path, compression="zstd", **options)
+
+    return make
+
+
 def _varint(number: int, width: int = 0) -> bytes:
     """Return a number in Thrift's zigzag encoding, padded to a width."""
     value, encoded = number << 1, bytearray()
@@ -190,6 +203,9 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "bomb: dictionary": _bomb("none", use_dictionary=True),
     "bomb: many sequences": _bomb("zstd", rows=2_000_000, row_group_size=HUGE),
     "bomb: pages of format 2": _bomb("zstd", data_page_version="2.0"),
+    "bomb: a name of 20 MB": _text_bomb(5, HUGE),
+    "bomb: a name of 20 MB, not in a dictionary": _text_bomb(5, HUGE, use_dictionary=False),
+    "bomb: a name of 4,000 bytes in a million rows": _text_bomb(1_000_000, 4000),
     "bomb that claims 10 values": _lying_bomb(10),
     "bomb that claims a million values": _lying_bomb(1_000_000),
     "bomb that claims 0 values": _lying_bomb(0),

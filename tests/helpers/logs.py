@@ -5,8 +5,11 @@ import json
 import numpy as np
 
 
-def log_row(tokens, *, prompt, gen=None, prev=None, width=None, reward=1.0, sample_mask=1.0, advantage=0.5):
-    """One line's object of train_data_step{N}.jsonl: every value in a list of one, padded at the right."""
+def log_row(tokens, *, prompt, gen=None, prev=None, width=None, reward=1.0, sample_mask=1.0, advantage=0.5, agent=None):
+    """One line's object of train_data_step{N}.jsonl: every value in a list of one, padded at the right.
+
+    ``agent`` is the name of NeMo-Gym's agent; None: the line has none.
+    """
     length = len(tokens)
     width = width or length
 
@@ -16,6 +19,7 @@ def log_row(tokens, *, prompt, gen=None, prev=None, width=None, reward=1.0, samp
     inside = (np.arange(length) >= prompt).astype(float)
     gen = -0.5 * inside if gen is None else gen
     return {
+        **({} if agent is None else {"agent_ref": [{"type": "responses_api_agents", "name": agent}]}),
         "content": [["some [text]"]],
         "rewards": [reward],
         "input_lengths": [length],
@@ -49,6 +53,7 @@ def log_rows(block):
             width=width,
             reward=float(block.sequences["reward"][index]),
             advantage=float(tokens["advantages"][tokens["mask"]][0]),
+            agent=block.sequences["environment"][index] if "environment" in block.sequences else None,
         )
         row["token_loss_mask"] = [np.pad(tokens["mask"].astype(float), (0, width - len(tokens["mask"]))).tolist()]
         yield row

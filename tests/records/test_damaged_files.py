@@ -15,6 +15,7 @@ from nemo_geomask.errors import DataError
 from nemo_geomask.records.record_checks import open_record
 from nemo_geomask.records.record_schema import CHECKSUM_KEY, ORIGIN_KEY
 from nemo_geomask.records.writer import StepRows, write_step
+from nemo_geomask.tools.diagnose.record_reader import read_blocks
 
 LENGTHS = torch.tensor([5, 3, 7, 2])
 NAME = "step-0000004-driver.parquet"
@@ -159,6 +160,10 @@ def null_token(table):
             ),
             r"column gen is list<.*double>, but records have list<.*float>",
         ),
+        (with_column("environment", ["a", None, "", "b"]), "row 2: the size of environment is 0, but must be 1 to 128"),
+        (with_column("environment", ["a", None, "b", "c" * 129]), "row 3: the size of environment is 129, but must be"),
+        (with_column("environment", arrow.array([1, 2, 3, 4])), "column environment is int64, but records have string"),
+        (with_column("environment", arrow.array([b"a"] * 4)), "column environment is binary, but records have string"),
         (with_column("removed.veto", [1, 2, 3, 4]), None),
         (lambda table: table.append_column("row", table["row"]), "has several columns named row"),
     ],
@@ -170,6 +175,30 @@ def test_rows_and_columns_that_contradict_the_schema_are_named(tmp_path, change,
     rewrite(path, change)
     with pytest.raises(DataError, match=rf"{NAME}: {message}"):
         read(path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"use_dictionary": False}, {}, {"dictionary_pagesize_limit": 1, "data_page_size": 1, "write_batch_size": 1}],
+    ids=["plain", "dictionary", "both"],
+)
+def test_texts_are_read_however_they_are_encoded(tmp_path, options):
+    path = record(tmp_path)
+    names = ["math", None, "code", "math"]
+    rewrite(path, with_column("environment", names))
+    parquet.write_table(parquet.read_table(path), path, **options)
+    (table,) = read(path)
+    assert table["environment"].to_pylist() == names
+    assert len(table["environment"].combine_chunks().dictionary) == 2
+
+
+def test_a_text_that_is_not_utf_8_is_named(tmp_path):
+    path = record(tmp_path)
+    rewrite(path, with_column("environment", ["abcdefgh"] * 4))
+    parquet.write_table(parquet.read_table(path), path, compression="none", use_dictionary=False)
+    path.write_bytes(path.read_bytes().replace(b"abcdefgh", b"\xff\xfeabcdef"))
+    with pytest.raises(DataError, match=rf"{NAME}: can't be read as a record: .*utf-8"):
+        list(read_blocks(path))
 
 
 def test_a_row_number_that_an_earlier_row_group_has_is_named(tmp_path):

@@ -96,6 +96,32 @@ def test_a_fraction_by_groups_has_all_of_each():
     assert rows.values["sample"].tolist() == [0, 1, 0, 1]
 
 
+NAMES = ["math", "math", None, None, "code", "code", "swe", "swe"]
+"""Environment of each row of a batch."""
+
+
+@pytest.mark.parametrize("by", ["sequence", "group"])
+def test_a_fraction_has_the_environments_of_its_rows(by):
+    rows = step_rows(config(record={"fraction": 0.5, "by": by}), 5, {**batch(), "environment": NAMES})
+    assert rows.values["environment"] == [NAMES[row] for row in rows.values["row"].tolist()]
+    assert len(rows.values["environment"]) == 4
+
+
+def test_environments_of_parts_are_one_column(tmp_path):
+    whole = batch()
+    slices = slice(0, 3), slice(3, 8)
+    parts = [{key: value[rows] for key, value in {**whole, "environment": NAMES}.items()} for rows in slices]
+    recorder = FlightRecorder(config(tmp_path))
+    recorder.record(1, *parts)
+    recorder.record(2, parts[0], {key: value for key, value in parts[1].items() if key != "environment"})
+    for part in parts:
+        part["environment"].clear()  # the recorder has copies
+    recorder.recorder.close()
+    tables = {step: parquet.read_table(path) for step, (path,) in step_files(tmp_path).items()}
+    assert tables[1]["environment"].to_pylist() == NAMES
+    assert tables[2]["environment"].null_count == 8
+
+
 def test_every_so_many_steps_from_the_first(tmp_path):
     recorder = FlightRecorder(config(tmp_path, record={"every": 3}))
     for step in range(11, 18):

@@ -14,6 +14,7 @@ pytest.importorskip("pyarrow")
 import pyarrow.parquet as parquet
 
 from nemo_geomask.records import COLUMNS, VERSION, arrow_schema, file_name, step_files, writer
+from nemo_geomask.records.record_schema import is_recordable_text
 from nemo_geomask.records.writer import Recorder, StepRows, write_step
 
 LENGTHS = torch.tensor([5, 3, 7, 0])
@@ -69,8 +70,23 @@ def test_every_bit_comes_back_and_no_padding(tmp_path):
 
 def test_what_the_trainer_does_not_know_is_null(tmp_path):
     table = read(write_step(tmp_path, 1, rows()))
-    for name in ("weight_version", "staleness", "sample", "curr", "ref", "entropy"):
+    for name in ("weight_version", "staleness", "sample", "environment", "curr", "ref", "entropy"):
         assert table[name].null_count == 4
+
+
+def test_names_of_environments_come_back(tmp_path):
+    names = ["math", None, "Ω" * 64, "math"]
+    table = read(write_step(tmp_path, 1, rows(environment=names)))
+    assert table["environment"].to_pylist() == names
+    assert table.schema.field("environment").type == "string"
+
+
+@pytest.mark.parametrize(
+    ("value", "is_text"),
+    [("a", True), ("Ω" * 64, True), ("", False), ("Ω" * 65, False), ("\ud800", False), (b"a", False), (None, False)],
+)
+def test_a_text_of_a_record_has_1_to_128_bytes(value, is_text):
+    assert is_recordable_text(value) is is_text
 
 
 def test_verdicts_have_a_column_a_mask(tmp_path):

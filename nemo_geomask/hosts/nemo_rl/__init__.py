@@ -5,7 +5,8 @@ The table lists the modules by layer. A module imports only from its own layer a
 ============  ========================================================================================================
 facts         ``facts``, ``host_errors``, ``installed_version``, ``accepted_apis``, ``source_signature``,
               ``source_layout``, ``host_api``, ``patch``
-data          ``loss_block``, ``environment_probe``, ``replay_versions``, ``resumed_step``, ``script_source``
+data          ``loss_block``, ``environment_probe``, ``replay_versions``, ``resumed_step``, ``script_source``,
+              ``logged_environments``
 worker side   ``current_logprobs``, ``hidden_states``, ``logit_backends``, ``packed_microbatch``, ``forward_logprobs``,
               ``hidden_megatron``, ``hidden_dtensor``
 driver side   ``step_recorder``, ``policy_methods``, ``step_methods``, ``prev_logprobs``, ``policies``

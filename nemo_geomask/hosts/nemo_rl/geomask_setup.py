@@ -152,7 +152,7 @@ def build_nemo_rl_loss(master_config: Any) -> PolicyLoss | LogitLoss | None:
     environment = _plain_sections(master_config).get("env") or {}
     if config.record is not None and environment.get("should_log_nemo_gym_responses"):
         _log_once(
-            "loss_fn.record: rewards will be null, since NeMo-RL logs no training batch under "
+            "loss_fn.record: rewards and environments will be null, since NeMo-RL logs no training batch under "
             "env.should_log_nemo_gym_responses: true; set it to false to have them recorded"
         )
     if config.skips_prev and (problems := tuple(prev_readers(_plain_sections(master_config)))):
@@ -216,7 +216,11 @@ def _replace_results(result: Any, loss: PolicyLoss | LogitLoss) -> Any:
     checkpointers = [item for item in items if hasattr(item, "get_latest_checkpoint_path")]
     prepare_policy(policy, loss, checkpoint=checkpointers[0].get_latest_checkpoint_path() if checkpointers else None)
     if loss.config.record is not None:
-        items = [RewardLogger(item) if hasattr(item, "log_batched_dict_as_jsonl") else item for item in items]
+        logs_mismatch = loss.config.needs_prev and loss.config.metrics == "full"
+        items = [
+            RewardLogger(item, logs_mismatch=logs_mismatch) if hasattr(item, "log_batched_dict_as_jsonl") else item
+            for item in items
+        ]
     return tuple(items)
 
 

@@ -6,6 +6,7 @@ does not put into the training batch. They are taken from these places:
 - Rewards: from the batch where NeMo-RL puts them there (PPO), from the data plane, NeMo-RL's storage of batches, in the
   single controller, and otherwise from what NeMo-RL logs of the step after it: its ``Logger`` is replaced by a
   :class:`RewardLogger`.
+- Environments: from what NeMo-RL logs of the step, together with the rewards.
 - Versions of the weights that generated each sample: from the tags of the data plane, or from the replay buffer of the
   asynchronous loops. The buffer's ``sample`` does not return the versions, so a function that runs in the buffer's
   actor keeps them, and another one returns them. Synchronous loops generate with the weights of the preceding step.
@@ -24,7 +25,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,23 +35,27 @@ from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.hosts.nemo_rl import current_logprobs, replay_versions
 from nemo_geomask.hosts.nemo_rl.facts import NO_ENTROPY, lacks_entropy
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
+from nemo_geomask.hosts.nemo_rl.logged_environments import environment_names, mismatch_by_environment
 from nemo_geomask.hosts.nemo_rl.resumed_step import resumed_step
 from nemo_geomask.records.flight import FlightRecorder, join_parts, recorded_rows
 from nemo_geomask.records.record_schema import require_arrow
 
 __all__ = [
+    "LoggedRows",
     "LoopValues",
     "ReplayBufferClass",
     "RewardLogger",
     "StepRecorder",
     "check_recording",
     "data_plane_fields",
-    "give_up_rewards",
+    "give_up_logged_rows",
     "loop_values",
 ]
 
 _log = logging.getLogger("nemo_geomask")
 _COLLECT_TIMEOUT = 600.0  # seconds
+_TRAIN_LOG = "train_data_step"
+"""Start of the name of NeMo-RL's log of a training batch; the number of the step follows."""
 _T = TypeVar("_T")
 
 
@@ -68,50 +73,80 @@ def check_recording(config: LossConfig) -> None:
     require_arrow()
 
 
+class LoggedRows(NamedTuple):
+    """What NeMo-RL logs of the sequences of a step; a value that it did not log is None."""
+
+    rewards: list[float] | None = None
+    environments: list[str | None] | None = None
+
+
 @dataclass
 class LoopValues:
     """Values of this process's training loop that its policy does not receive."""
 
-    rewards: Future[list[float] | None] | None = None  # of the last recorded step, until NeMo-RL logs them
+    logged_rows: Future[LoggedRows] | None = None  # of the last recorded step, until NeMo-RL logs them
     versions: Any = None  # Ray's reference to the versions of the weights that generated each row of the next batch
     is_asynchronous: bool = False
+    uses_data_plane: bool = False  # True if the batch of the last step was in the data plane
 
-    def resolve_rewards(self, rewards: list[float] | None) -> None:
-        """Hand over the rewards of the last recorded step; None: NeMo-RL did not log them."""
-        if self.rewards is not None and not self.rewards.done():
-            self.rewards.set_result(rewards)
-        self.rewards = None
+    def resolve_logged_rows(self, rows: LoggedRows) -> None:
+        """Hand over what NeMo-RL logged of the last recorded step."""
+        if self.logged_rows is not None and not self.logged_rows.done():
+            self.logged_rows.set_result(rows)
+        self.logged_rows = None
 
 
 loop_values = LoopValues()
 """Values of this process's loop."""
 
 
-def give_up_rewards() -> None:
-    """Let the record of the last step be written without rewards, which will not come any more."""
-    loop_values.resolve_rewards(None)
+def give_up_logged_rows() -> None:
+    """Let the record of the last step be written without rewards and environments, which will not come any more."""
+    loop_values.resolve_logged_rows(LoggedRows())
 
 
 class RewardLogger:
-    """NeMo-RL's ``Logger``; the rewards of each step that it logs also go to the step's record.
+    """NeMo-RL's ``Logger``; rewards and environments of each step that it logs also go to the step's record.
 
     Args:
         logger: NeMo-RL's, to which everything is passed on.
+        logs_mismatch: True to log the mismatch of each environment as a metric, too.
     """
 
-    def __init__(self, logger: Any) -> None:
+    def __init__(self, logger: Any, *, logs_mismatch: bool = False) -> None:
         self._logger = logger
+        self._logs_mismatch = logs_mismatch
+        self._has_failed = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._logger, name)
 
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, Any], filename: str) -> Any:
         """Log a batch, see NeMo-RL's ``Logger.log_batched_dict_as_jsonl``."""
-        if filename.startswith("train_data_step"):
-            # Under dynamic sampling, the rewards of the rows that train are those that passed the filter.
-            rewards = to_log.get("filtered_rewards", to_log.get("rewards"))
-            loop_values.resolve_rewards(None if rewards is None else list(rewards))
-        return self._logger.log_batched_dict_as_jsonl(to_log, filename)
+        if not filename.startswith(_TRAIN_LOG):
+            return self._logger.log_batched_dict_as_jsonl(to_log, filename)
+        # Under dynamic sampling, the rewards of the rows that train are those that passed the filter. The loop over the
+        # data plane does not filter the agents; see logged_environments.
+        is_filtered = "filtered_rewards" in to_log
+        rewards = to_log.get("filtered_rewards" if is_filtered else "rewards")
+        environments = None if is_filtered and loop_values.uses_data_plane else environment_names(to_log)
+        loop_values.resolve_logged_rows(LoggedRows(None if rewards is None else list(rewards), environments))
+        result = self._logger.log_batched_dict_as_jsonl(to_log, filename)
+        if environments is not None and self._logs_mismatch:
+            self._log_mismatch(environments, to_log, filename)
+        return result
+
+    def _log_mismatch(self, environments: list[str | None], to_log: Mapping[str, Any], filename: str) -> None:
+        """Log the mismatch of each environment; the first error is logged, too."""
+        try:
+            metrics = mismatch_by_environment(environments, to_log)
+            if metrics:
+                step = int(filename.removeprefix(_TRAIN_LOG).removesuffix(".jsonl"))
+                self._logger.log_metrics(metrics, step, prefix="train")
+        except Exception:
+            if not self._has_failed:
+                _log.exception("%s: the mismatch by environment is not logged", filename)
+            self._has_failed = True
 
 
 class ReplayBufferClass:
@@ -207,7 +242,8 @@ class StepRecorder:
             complete_parts = []
             _log.exception("records: step %d lost", step)
         loop_values.versions = None
-        loop_values.resolve_rewards(None)
+        loop_values.uses_data_plane = any(meta is not None for meta in metas)
+        give_up_logged_rows()
         has_trained = False
         try:
             yield
@@ -219,15 +255,15 @@ class StepRecorder:
                     # Ray workers run calls in order: this call is queued before the next step, whose log-probs would
                     # replace those of this step.
                     references = self._collect(step, complete_parts) if has_trained else []
-                    rewards: Future[list[float] | None] | None = None
+                    logged_rows: Future[LoggedRows] | None = None
                     if has_trained and not all("rewards" in part for part in complete_parts):
-                        rewards = loop_values.rewards = Future()
-                    later = functools.partial(_receive, step, references, rewards)
+                        logged_rows = loop_values.logged_rows = Future()
+                    later = functools.partial(_receive, step, references, logged_rows)
                     self._recorder.record(step, *complete_parts, later=later)
                     # At exit, the recorder waits until it has written what is queued. It must not wait for rewards that
                     # nobody will log. This handler runs first, because it is registered last.
-                    atexit.unregister(give_up_rewards)
-                    atexit.register(give_up_rewards)
+                    atexit.unregister(give_up_logged_rows)
+                    atexit.register(give_up_logged_rows)
             except Exception:
                 _log.exception("records: step %d lost", step)
 
@@ -265,13 +301,16 @@ class StepRecorder:
 
 
 def _receive(
-    step: int, references: list[Any], rewards: Future[list[float] | None] | None, data: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Wait for rewards and for the workers' log-probs; return tensors by key; runs in the recorder's thread."""
-    values: dict[str, Tensor] = {}
-    logged = None if rewards is None else rewards.result()
-    if logged is not None and len(logged) == len(data["input_ids"]):
-        values["rewards"] = torch.tensor(logged, dtype=torch.float32)
+    step: int, references: list[Any], logged_rows: Future[LoggedRows] | None, data: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Wait for what is logged and for the workers' log-probs; return values by key; runs in the recorder's thread."""
+    values: dict[str, Any] = {}
+    logged = LoggedRows() if logged_rows is None else logged_rows.result()
+    row_count = len(data["input_ids"])
+    if logged.rewards is not None and len(logged.rewards) == row_count:
+        values["rewards"] = torch.tensor(logged.rewards, dtype=torch.float32)
+    if logged.environments is not None and len(logged.environments) == row_count:
+        values["environment"] = logged.environments
     try:
         answers = importlib.import_module("ray").get(references, timeout=_COLLECT_TIMEOUT) if references else []
         return values | current_logprobs.merge_kept(answers, data["input_ids"], data["input_lengths"])

@@ -3,8 +3,9 @@
 A file holds one rollout batch. Each line is a JSON object with one sequence, whose values are lists of one element.
 Lists of tokens are padded to the longest sequence of the batch; ``input_lengths`` is the number of tokens without the
 padding. A line does not name its prompt group, so sequences with the same prompt are taken for one group. Under dynamic
-sampling ``filtered_rewards`` belong to the lines and ``rewards`` do not. Non-finite numbers are written as NaN and
-Infinity, which is not JSON. While a run writes the file, its last line may be incomplete.
+sampling ``filtered_rewards`` belong to the lines and ``rewards`` do not. Under NeMo-Gym ``agent_ref`` has the name of
+the agent, which is the sequence's environment. Non-finite numbers are written as NaN and Infinity, which is not JSON.
+While a run writes the file, its last line may be incomplete.
 
 Source: NeMo-RL ``Logger.log_batched_dict_as_jsonl`` and its callers.
 """
@@ -24,9 +25,11 @@ from nemo_geomask.records.record_checks import read_metadata
 from nemo_geomask.records.record_schema import (
     CHECKSUM_KEY,
     COLUMNS,
+    MAX_TEXT_BYTES,
     RecordOrigin,
     arrow_schema,
     file_name,
+    is_recordable_text,
     require_arrow,
 )
 from nemo_geomask.records.stored_files import open_folder, store_record
@@ -37,6 +40,8 @@ __all__ = ["JSONL_WRITER", "convert_log", "log_step", "source_fingerprint"]
 
 JSONL_WRITER = "nemo_rl"
 """Name of the writer in the file names of converted records."""
+_CONVERSION = 2
+"""Version of the conversion. Records that an earlier one has written lack columns, so the logs are converted again."""
 _LOG_NAME = re.compile(r"train_data_step([0-9]{1,9})\.jsonl")
 _MAX_GROUP_ROWS = 2**16
 """Number of sequences in a row group, however short they are."""
@@ -58,9 +63,12 @@ def log_step(path: Path) -> int | None:
 
 
 def source_fingerprint(path: Path) -> str:
-    """Return a log's size and modification time, which are stored in its record to detect that the log changed."""
+    """Return a log's size and modification time, and the version of the conversion.
+
+    They are stored in the log's record, to detect that the log has changed or that the record lacks columns.
+    """
     status = path.stat()
-    return f"{status.st_size}:{status.st_mtime_ns}"
+    return f"{status.st_size}:{status.st_mtime_ns}:{_CONVERSION}"
 
 
 def convert_log(path: Path, directory: Path, *, row_group: int = 2**20) -> Path:
@@ -150,6 +158,7 @@ def _parse_row(values: Any, location: str, number: int) -> dict[str, Any]:
             "row": int(values.get("idx", number)),
             "reward": np.nan if reward is None else float(reward),
             "sample_mask": float(single("sample_loss_mask") if "sample_loss_mask" in values else 1),
+            "environment": _agent_name(single("agent_ref")),
         }
         if not 0 <= row["row"] <= _MAX_ROW:
             raise ValueError(f"idx {row['row']}")
@@ -162,6 +171,19 @@ def _parse_row(values: Any, location: str, number: int) -> dict[str, Any]:
                 f"{list(np.shape(single(name)))}"
             )
     return row
+
+
+def _agent_name(agent: Any) -> str | None:
+    """Return the name in NeMo-Gym's ``agent_ref``; None if a line has none.
+
+    Raises: ValueError: it has another form than NeMo-Gym's.
+    """
+    if agent is None:
+        return None
+    name = agent.get("name") if isinstance(agent, dict) else None
+    if not is_recordable_text(name):
+        raise ValueError(f"agent_ref must be an object whose name has 1 to {MAX_TEXT_BYTES} bytes, not {agent!r}")
+    return name
 
 
 def _arrow_table(
@@ -191,6 +213,7 @@ def _arrow_table(
         "turns": [count_turns(mask) for mask in masks],
         **{name: np.array([row[name] for row in rows], dtype=np.float32) for name in ("reward", "sample_mask")},
         "row": [row["row"] for row in rows],
+        "environment": [row["environment"] for row in rows],
     }
     values["reward"] = arrow.array(values["reward"], from_pandas=True)
     offsets = arrow.array(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))

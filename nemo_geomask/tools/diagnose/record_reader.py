@@ -26,7 +26,7 @@ class RecordBlock:
 
     Attributes:
         sequences: [S] for each column; ``weight_version``, ``staleness`` and ``reward`` are floats, NaN where not
-            recorded.
+            recorded; ``environment`` is texts, None where not recorded.
         tokens: [N] for each column, one sequence after another; columns that were not recorded are absent.
         offsets: [S+1], index of each sequence's first token, followed by N.
         removed: bool [N] for each mask, by its label; True where the mask removed the token.
@@ -90,11 +90,21 @@ def _read_table(table: Any) -> RecordBlock:
                 removed[name.removeprefix(REMOVED)] = _flatten(column, lengths).astype(bool)
         elif name not in _COLUMNS_BY_NAME:
             continue
+        elif _COLUMNS_BY_NAME[name].is_text:
+            sequences[name] = _read_texts(column)
         elif not _COLUMNS_BY_NAME[name].is_per_token:
             sequences[name] = column.to_numpy()
         elif column.null_count < len(column):
             tokens[name] = _flatten(column, lengths)
     return RecordBlock(sequences, tokens, offsets, removed)
+
+
+def _read_texts(column: Any) -> Array:
+    """Return a column of texts as [S] objects, None where it is null; equal texts are one object."""
+    array = column.combine_chunks()
+    texts = np.array([*array.dictionary.to_pylist(), None], dtype=object)
+    indices: Array = array.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+    return texts[indices]
 
 
 def _flatten(column: Any, lengths: Array) -> Array:

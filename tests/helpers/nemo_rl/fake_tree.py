@@ -63,6 +63,9 @@ class Logger:
     def log_batched_dict_as_jsonl(self, to_log, filename):
         self.logged.append(filename)
 
+    def log_metrics(self, metrics, step, prefix="", step_metric=None, step_finished=False):
+        self.logged += sorted(metrics)
+
 
 class CheckpointManager:
     def get_latest_checkpoint_path(self):

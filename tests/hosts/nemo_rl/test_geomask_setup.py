@@ -329,6 +329,27 @@ def test_a_recorded_run_has_its_rewards_from_the_logger(host, tmp_path):
     assert result.logger.logged == ["train_data_step1.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_logged"),
+    [({}, True), ({"metrics": "nemo_rl"}, False), ({"ratio_anchor": "gen"}, False)],
+    ids=["full", "nemo_rl", "without prev"],
+)
+def test_a_recorded_run_logs_the_mismatch_of_each_environment(host, tmp_path, settings, is_logged):
+    pytest.importorskip("pyarrow")
+    result = run_setup(host(), {"name": "clipped_pg", "record": {"dir": str(tmp_path)}, **settings})
+    to_log = {
+        "agent_ref": [{"name": "math"}, {"name": "code"}],
+        "input_lengths": [2, 2],
+        "sample_loss_mask": [1.0, 1.0],
+        "token_loss_mask": [[0, 1]] * 2,
+        "generation_logprobs": [[0.0, -0.5]] * 2,
+        "prev_logprobs": [[0.0, -0.6]] * 2,
+    }
+    result.logger.log_batched_dict_as_jsonl(to_log, "train_data_step1.jsonl")
+    metrics = [f"geomask/environment/{name}/mismatch_k3" for name in ("code", "math")]
+    assert result.logger.logged == ["train_data_step1.jsonl", *(metrics if is_logged else [])]
+
+
 def test_a_recorded_run_whose_rewards_nemo_rl_does_not_log(host, tmp_path, caplog):
     pytest.importorskip("pyarrow")
     caplog.set_level(logging.INFO, logger="nemo_geomask")
@@ -336,9 +357,9 @@ def test_a_recorded_run_whose_rewards_nemo_rl_does_not_log(host, tmp_path, caplo
     record = {**GSPO, "record": {"dir": str(tmp_path)}}
     build(loss, record, env={"should_log_nemo_gym_responses": False})
     build(loss, GSPO, env={"should_log_nemo_gym_responses": True})
-    assert "rewards will be null" not in caplog.text
+    assert "rewards and environments will be null" not in caplog.text
     build(loss, record, env={"should_log_nemo_gym_responses": True})
-    assert "loss_fn.record: rewards will be null" in caplog.text
+    assert "loss_fn.record: rewards and environments will be null" in caplog.text
 
 
 def test_the_step_of_a_resumed_run(host):

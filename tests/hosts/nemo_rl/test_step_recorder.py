@@ -27,6 +27,7 @@ from nemo_geomask.hosts.nemo_rl.policies import convert_policy
 from nemo_geomask.hosts.nemo_rl.step_recorder import ReplayBufferClass, RewardLogger, check_recording
 from nemo_geomask.losses.batch_masks import removed_tokens
 from nemo_geomask.records import step_files
+from nemo_geomask.records.flight import JSONL_KEYS
 from tests.helpers.batches import rollouts
 
 NAMES = (
@@ -82,13 +83,14 @@ class Logger:
     """NeMo-RL's."""
 
     def __init__(self):
-        self.logged = []
+        self.logged, self.metrics = [], []
 
     def log_batched_dict_as_jsonl(self, to_log, filename):
         self.logged.append((filename, to_log))
         return f"logs/{filename}"
 
     def log_metrics(self, metrics, step, prefix=""):
+        self.metrics.append((metrics, step, prefix))
         return f"{prefix}{step}: {metrics}"
 
 
@@ -108,7 +110,7 @@ def nemo_rl(monkeypatch):
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     yield types.SimpleNamespace(lm=lm, tq=tq, buffers=modules["nemo_rl.algorithms.async_utils"])
-    step_recorder.give_up_rewards()
+    step_recorder.give_up_logged_rows()
     uninstall()
 
 
@@ -152,7 +154,7 @@ def read_records(directory, count):
 
 def give_up_rewards():
     """No rewards will be logged of the last step."""
-    step_recorder.give_up_rewards()
+    step_recorder.give_up_logged_rows()
 
 
 def test_each_batch_is_recorded_with_the_rewards_that_nemo_rl_logs(nemo_rl, tmp_path):
@@ -207,6 +209,164 @@ def test_under_dynamic_sampling_the_rewards_are_those_that_passed_the_filter(nem
     to_log = {"rewards": [9.0] * 8, "filtered_rewards": rewards_of(data)}
     logger.log_batched_dict_as_jsonl(to_log, "train_data_step1.jsonl")
     assert read_records(tmp_path, 1)[1]["reward"].to_pylist() == rewards_of(data)
+
+
+AGENTS = ["math", "math", "code", "code", "code", "code", "math", "math"]
+"""Name of NeMo-Gym's agent of each row of a batch."""
+
+
+def agent_refs(names=AGENTS):
+    """NeMo-Gym's ``agent_ref`` of each row."""
+    return [{"type": "responses_api_agents", "name": name} for name in names]
+
+
+def logged_batch(data, **columns):
+    """What GRPO's loop passes to the logger of a batch."""
+    keys = {name: key for name, key in JSONL_KEYS.items() if key in data}
+    return {"agent_ref": agent_refs(), **{name: data[key].tolist() for name, key in keys.items()}, **columns}
+
+
+@pytest.mark.parametrize("record", [{}, {"fraction": 0.5}, {"fraction": 0.5, "by": "group"}])
+def test_environments_are_the_agents_that_nemo_rl_logs(nemo_rl, tmp_path, record):
+    loss, logger = build(tmp_path, record={"dir": str(tmp_path), **record}), RewardLogger(Logger())
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
+    for step in (1, 2):
+        data = batch(seed=step)
+        policy.train(data, loss)
+        to_log = {"rewards": rewards_of(data), "agent_ref": agent_refs()}
+        logger.log_batched_dict_as_jsonl(to_log, f"train_data_step{step}.jsonl")
+    for table in read_records(tmp_path, 2).values():
+        rows = table["row"].to_pylist()
+        assert table["environment"].to_pylist() == [AGENTS[row] for row in rows]
+        assert table["reward"].to_pylist() == [rewards_of(batch())[row] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("agents", "recorded"),
+    [
+        (None, [None] * 8),
+        ("math", [None] * 8),
+        (agent_refs(AGENTS[:7]), [None] * 8),
+        (agent_refs([*AGENTS, "math"]), [None] * 8),
+        (
+            [*agent_refs(AGENTS[:2]), None, "code", {"type": "x"}, *agent_refs([3, "\ud800", "x" * 129])],
+            ["math", "math", *[None] * 6],
+        ),
+    ],
+    ids=["none", "no list", "too few", "too many", "other types"],
+)
+def test_environments_that_are_not_known_are_null(nemo_rl, tmp_path, agents, recorded):
+    loss, logger = build(tmp_path), RewardLogger(Logger(), logs_mismatch=True)
+    data = batch()
+    convert_policy(nemo_rl.lm.Policy(), loss.config).train(data, loss)
+    to_log = logged_batch(data, rewards=rewards_of(data), agent_ref=agents)
+    logger.log_batched_dict_as_jsonl(to_log, "train_data_step1.jsonl")
+    table = read_records(tmp_path, 1)[1]
+    assert table["environment"].to_pylist() == recorded
+    assert table["reward"].to_pylist() == rewards_of(data)
+    assert logger.metrics == []
+
+
+def test_under_dynamic_sampling_the_agents_are_those_of_the_rows_that_train(nemo_rl, tmp_path):
+    """NeMo-RL filters them together with the rows, except over the data plane, where they are of another batch."""
+    data = batch()
+    filtered = {"filtered_rewards": rewards_of(data), "rewards": [9.0] * 8}
+    for name in ("loop", "data plane", "data plane without a filter"):
+        loss, logger = build(tmp_path / name), RewardLogger(Logger(), logs_mismatch=True)
+        if name == "loop":
+            convert_policy(nemo_rl.lm.Policy(), loss.config).train(data, loss)
+        else:
+            policy = convert_policy(nemo_rl.tq.TQPolicy({"all": dict(data)}), loss.config)
+            without_rewards = meta()
+            without_rewards.fields = ["input_ids"]
+            policy.train_from_meta(without_rewards, loss_fn=loss)
+        is_filtered = name != "data plane without a filter"
+        to_log = logged_batch(data, **(filtered if is_filtered else {"rewards": rewards_of(data)}))
+        logger.log_batched_dict_as_jsonl(to_log, "train_data_step1.jsonl")
+        table = read_records(tmp_path / name, 1)[1]
+        assert table["reward"].to_pylist() == rewards_of(data)
+        assert table["environment"].to_pylist() == ([None] * 8 if name == "data plane" else AGENTS)
+        assert len(logger.metrics) == (0 if name == "data plane" else 1)
+
+
+def mismatch_by_plain_loops(to_log, names):
+    """The mean of exp(Δ) − 1 − Δ over the trained tokens of each environment, in float64."""
+    sums = {}
+    for row, name in enumerate(names):
+        for column in range(1, to_log["input_lengths"][row]):
+            gen, prev = to_log["generation_logprobs"][row][column], to_log["prev_logprobs"][row][column]
+            weight = to_log["token_loss_mask"][row][column] * to_log["sample_loss_mask"][row]
+            if name is not None and weight and math.isfinite(gen) and math.isfinite(prev):
+                total = sums.setdefault(name, [0.0, 0.0])
+                total[0] += weight * (math.exp(prev - gen) - 1 - (prev - gen))
+                total[1] += weight
+    return {f"geomask/environment/{name}/mismatch_k3": k3 / weight for name, (k3, weight) in sums.items()}
+
+
+def test_the_mismatch_of_each_environment_is_logged(nemo_rl):
+    data = batch()
+    data["sample_mask"] = torch.tensor([1.0, 0.0, 1.0, 0.5, 1.0, 1.0, 1.0, 1.0])
+    data["prev_logprobs"] = data["prev_logprobs"].clone()
+    row, column = (data["token_mask"] != 0).nonzero()[5].tolist()
+    data["prev_logprobs"][row, column] = math.nan
+    data["input_lengths"][-1] -= 3
+    # Neither the first token nor padding is trained, whatever their masks say.
+    data["token_mask"] = data["token_mask"].clone()
+    data["token_mask"][:, 0] = data["token_mask"][-1, -3:] = 1
+    names = [*AGENTS[:7], None]
+    inner = Logger()
+    logger, to_log = RewardLogger(inner, logs_mismatch=True), logged_batch(data, agent_ref=agent_refs(names))
+    assert logger.log_batched_dict_as_jsonl(to_log, "train_data_step17.jsonl") == "logs/train_data_step17.jsonl"
+    ((metrics, step, prefix),) = inner.metrics
+    assert (step, prefix) == (17, "train")
+    assert metrics == pytest.approx(mismatch_by_plain_loops(to_log, names), rel=1e-9)
+    assert len(metrics) == 2
+    # A validation batch is not trained on, and an environment whose sequences do not train has no mean.
+    logger.log_batched_dict_as_jsonl(to_log, "val_data_step17.jsonl")
+    assert len(inner.metrics) == 1
+    to_log["sample_loss_mask"] = [float(name == "code") for name in names]
+    logger.log_batched_dict_as_jsonl(to_log, "train_data_step18.jsonl")
+    assert inner.metrics[1][0].keys() == {"geomask/environment/code/mismatch_k3"}
+
+
+def test_the_mismatch_of_environments_agrees_with_the_metric_of_the_loss(nemo_rl):
+    data = batch()
+    inner = Logger()
+    to_log = logged_batch(data, agent_ref=agent_refs(["a"] * 4 + ["b"] * 4))
+    RewardLogger(inner, logs_mismatch=True).log_batched_dict_as_jsonl(to_log, "train_data_step1.jsonl")
+    ((metrics, _, _),) = inner.metrics
+    for name, rows in (("a", slice(0, 4)), ("b", slice(4, 8))):
+        part = {key: value[rows] for key, value in data.items()}
+        tokens = (part["token_mask"] * part["sample_mask"][:, None])[:, 1:].sum()
+        seqs = part["sample_mask"].sum()
+        _, reported = build_loss({"name": "gspo"})(part["prev_logprobs"][:, 1:], part, seqs, tokens)
+        logged = metrics[f"geomask/environment/{name}/mismatch_k3"]
+        assert logged == pytest.approx(float(reported["geomask/mismatch_k3"]), rel=1e-5)
+
+
+def test_where_the_mismatch_by_environment_is_not_logged(nemo_rl):
+    inner, to_log = Logger(), logged_batch(batch())
+    RewardLogger(inner).log_batched_dict_as_jsonl(to_log, "train_data_step1.jsonl")
+    logger = RewardLogger(inner, logs_mismatch=True)
+    one_environment = {**to_log, "agent_ref": [*agent_refs(["math"] * 7), None]}
+    without_prev = {name: value for name, value in to_log.items() if name != "prev_logprobs"}
+    for other in (one_environment, without_prev):
+        logger.log_batched_dict_as_jsonl(other, "train_data_step1.jsonl")
+    assert inner.metrics == []
+
+
+def test_an_error_of_the_mismatch_by_environment_fails_no_step_and_is_logged_once(nemo_rl, caplog):
+    inner, to_log = Logger(), logged_batch(batch())
+    logger = RewardLogger(inner, logs_mismatch=True)
+    for step in (1, 2):
+        broken = {**to_log, "agent_ref": agent_refs(AGENTS[:7])}
+        path = f"train_data_step{step}.jsonl"
+        assert logger.log_batched_dict_as_jsonl(broken, path) == f"logs/{path}"
+    assert len(caplog.records) == 1
+    assert "train_data_step1.jsonl: the mismatch by environment is not logged" in caplog.text
+    # A later batch may be complete.
+    logger.log_batched_dict_as_jsonl(to_log, "train_data_step3.jsonl")
+    assert [step for _, step, _ in inner.metrics] == [3]
 
 
 @pytest.mark.parametrize("to_log", [{"content": []}, {"rewards": [1.0] * 4}], ids=["none", "another number"])
@@ -766,5 +926,5 @@ def test_without_the_setting_nothing_is_recorded(nemo_rl, tmp_path):
     policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
     policy.train(batch(), loss)
     assert policy.losses == [loss]
-    assert step_recorder.loop_values.rewards is None
+    assert step_recorder.loop_values.logged_rows is None
     assert list(tmp_path.iterdir()) == []

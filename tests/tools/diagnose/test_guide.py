@@ -55,8 +55,14 @@ def prestep_metrics():
     return set(re.findall(r"geomask/batch_\w+", (ROOT / "losses" / "prestep.py").read_text(encoding="utf-8")))
 
 
+def environment_metrics():
+    """Return the metrics of environments, by their names in the code, with ``<name>`` for an environment's."""
+    code = (ROOT / "hosts" / "nemo_rl" / "logged_environments.py").read_text(encoding="utf-8")
+    return {name.replace("{name}", "<name>") for name in re.findall(r'f"(geomask/[^"]+)"', code)}
+
+
 def test_every_metric_has_an_entry_and_every_entry_a_metric():
-    assert sorted(reported_metrics() | prestep_metrics()) == sorted(NAMES)
+    assert sorted(reported_metrics() | prestep_metrics() | environment_metrics()) == sorted(NAMES)
 
 
 def test_every_name_in_the_code_of_the_losses_has_an_entry():

@@ -9,7 +9,11 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
+import pyarrow.parquet as parquet
+
 from nemo_geomask.errors import DataError
+from nemo_geomask.records.record_schema import RecordOrigin
+from nemo_geomask.records.stored_files import open_folder, store_record
 from nemo_geomask.tools.diagnose.jsonl_logs import convert_log
 from nemo_geomask.tools.diagnose.record_reader import read_blocks
 from nemo_geomask.tools.diagnose.record_sources import find_runs, map_records
@@ -70,6 +74,34 @@ def test_rewards_under_dynamic_sampling_are_the_filtered_ones(tmp_path):
     assert read_record(convert_log(write_log(tmp_path, 1, [row]), tmp_path)).sequences["reward"].tolist() == [0.75]
 
 
+def test_the_environment_is_the_agent_of_nemo_gym(tmp_path):
+    rows = [log_row([1, 2, 3], prompt=1, agent=agent) for agent in ("math", None, "Größe", "math")]
+    block = read_record(convert_log(write_log(tmp_path, 1, rows), tmp_path))
+    assert block.sequences["environment"].tolist() == ["math", None, "Größe", "math"]
+
+
+def test_a_record_of_an_earlier_version_is_converted_again(tmp_path):
+    """An earlier version read no environments, and left only the log's size and time in the record."""
+    path = write_log(tmp_path, 1, [log_row([1, 2, 3], prompt=1, agent="math")])
+    record = convert_log(path, tmp_path / "records")
+    table = parquet.read_table(record)
+    status = path.stat()
+    source = {b"nemo_geomask.source": f"{status.st_size}:{status.st_mtime_ns}".encode()}
+    with open_folder(record.parent) as folder:
+        store_record(
+            folder,
+            record.name,
+            table.schema.remove(table.schema.get_field_index("environment")).with_metadata(
+                {**table.schema.metadata, **source}
+            ),
+            [table.drop_columns(["environment"])],
+            origin=RecordOrigin("nemo_rl"),
+            may_replace=lambda identity: True,
+        )
+    assert "environment" not in read_record(record).sequences
+    assert read_record(convert_log(path, tmp_path / "records")).sequences["environment"].tolist() == ["math"]
+
+
 def test_nan_and_infinity_are_read(tmp_path):
     gen = np.array([0, math.nan, -math.inf], np.float32)
     path = write_log(tmp_path, 1, [log_row([1, 2, 3], prompt=1, gen=gen), log_row([1, 2, 3], prompt=1)])
@@ -102,6 +134,11 @@ def test_an_incomplete_line_elsewhere_is_an_error(tmp_path):
         ({"input_lengths": ["x"]}, "a value that NeMo-RL does not write"),
         ({"input_lengths": [math.inf]}, r"step1\.jsonl:1: has a value that NeMo-RL does not write"),
         ({"token_ids": [[1, 2, 3_000_000_000]]}, r"step1\.jsonl:1: has a value that NeMo-RL does not write"),
+        *(
+            ({"agent_ref": [agent]}, r"step1\.jsonl:1: has a value .* write: agent_ref must be an object whose name")
+            for agent in ("math", {"name": 3}, {"type": "x"}, {"name": ""}, {"name": "x" * 129}, {"name": "\ud800"}, [])
+        ),
+        ({"agent_ref": [{"name": "a"}, {"name": "b"}]}, "agent_ref must be an object whose name has 1 to 128 bytes"),
     ],
 )
 def test_a_line_that_nemo_rl_does_not_write_is_an_error(tmp_path, change, says):
