@@ -27,6 +27,7 @@ examples
   nemo-geomask diagnose logs/a logs/b --html report.html --tokenizer Qwen/Qwen3-30B-A3B
   nemo-geomask diagnose logs/exp_001 --by probability
   nemo-geomask diagnose logs/exp_001 --by entropy,advantage --by turn
+  nemo-geomask diagnose logs/exp_001 --by environment
   nemo-geomask diagnose logs/l20 --against logs/h20
   nemo-geomask diagnose logs/exp_001 --ray auto
 """
@@ -93,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="NAME[,NAME]",
         help="show only the mismatch by this dimension: probability, position, turn, length, staleness, reward, "
-        "advantage, entropy, two of them joined by a comma, or step; may be given several times",
+        "advantage, entropy, two of them joined by a comma, environment, or step; may be given several times",
     )
     parser.add_argument(
         "--against",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_geomask.errors import ConfigError, DataError
-from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS_BY_NAME
+from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS_BY_NAME, ENVIRONMENT
 from nemo_geomask.tools.diagnose.ray_survey import connect_ray
 from nemo_geomask.tools.diagnose.record_sources import RunFiles, find_run, map_records
 from nemo_geomask.tools.diagnose.report_tables import STEP, Decode, diagnosis_tables
@@ -37,7 +37,8 @@ class DiagnoseOptions:
         png: folder of the plots; None: no plots.
         sweeps: files of ``nemo-geomask sweep --json`` that the report shows.
         cache: folder for records converted from logs; None: next to the logs.
-        splits: tables to show: each is a dimension, two dimensions joined by a comma, or ``step``; None: all tables.
+        splits: tables to show: each is a dimension, two dimensions joined by a comma, ``environment`` or ``step``;
+            None: all tables.
         against: folder of a run to compare with, over the steps that both runs have.
         ray_address: address of the Ray cluster that reads the records; None: this machine reads them.
         skip_damaged: leave damaged files out and judge the others; else they are an error.
@@ -121,13 +122,15 @@ def _find_and_judge(options: DiagnoseOptions, dimension_pairs: Sequence[tuple[st
 
 
 def _parse_split(text: str) -> tuple[str, ...]:
-    """Parse ``--by``: a dimension, two different ones joined by a comma, or ``step``."""
+    """Parse ``--by``: a dimension, two different ones joined by a comma, ``environment`` or ``step``."""
     names = tuple(text.split(","))
-    if names == (STEP,):
+    if names in ((STEP,), (ENVIRONMENT,)):
         return names
     if len(names) > 2 or len(set(names)) < len(names) or not set(names) <= set(DIMENSIONS_BY_NAME):
         dimensions = ", ".join(DIMENSIONS_BY_NAME)
-        raise ConfigError(f"--by {text}: give one or two of {dimensions}, joined by a comma, or {STEP} alone")
+        raise ConfigError(
+            f"--by {text}: give one or two of {dimensions}, joined by a comma, or {ENVIRONMENT} or {STEP} alone"
+        )
     return names
 
 

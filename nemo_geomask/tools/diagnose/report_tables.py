@@ -11,7 +11,7 @@ import numpy as np
 
 from nemo_geomask.tools.diagnose.bin_rates import BinRates, format_ratio_interval
 from nemo_geomask.tools.diagnose.causes import CAUSES
-from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS, DIMENSIONS_BY_NAME
+from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS, DIMENSIONS_BY_NAME, ENVIRONMENT
 from nemo_geomask.tools.diagnose.feedback import SHOWN_SCORE, mismatch_feedback, summarize_feedback
 from nemo_geomask.tools.diagnose.quantities import (
     AGAINST_EXPECTED,
@@ -22,11 +22,13 @@ from nemo_geomask.tools.diagnose.quantities import (
     measure_bins,
 )
 from nemo_geomask.tools.diagnose.run_evidence import Evidence
+from nemo_geomask.tools.diagnose.run_statistics import MAX_ENVIRONMENTS, Window
 from nemo_geomask.tools.diagnose.step_sums import ratio_or_nan
 from nemo_geomask.tools.diagnose.thresholds import HEALTH_LIMITS
 from nemo_geomask.tools.diagnose.verdict import RunDiagnosis
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
 from nemo_geomask.tools.shared.terminal_tables import ABSENT, print_table
+from nemo_geomask.tools.shared.terminal_text import escape_line
 
 __all__ = ["STEP", "Decode", "Table", "diagnosis_tables", "print_tables"]
 
@@ -40,6 +42,8 @@ _SHARES = ("of k3", "of |Δ|")
 """Columns of the shares of the mismatch that a cause accounts for."""
 _MAX_STEPS = 12
 """Largest number of rows in the table of steps when all tables are shown."""
+_ENVIRONMENT_REQUIREMENT = "the names of NeMo-Gym's agents"
+"""Data that the table of environments needs besides log-probs."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +82,9 @@ def diagnosis_tables(
     Args:
         diagnosis: the diagnosis of a run.
         decode: returns the text of token ids; None: ids are shown.
-        splits: for each requested table, a dimension, a pair of dimensions that were surveyed together, or
-            ``("step",)``; None: all tables. If the data were not recorded, or all tokens are in one bin, the table has
-            no rows and its title says so.
+        splits: for each requested table, a dimension, a pair of dimensions that were surveyed together,
+            ``("environment",)`` or ``("step",)``; None: all tables. If the data were not recorded, or all tokens are in
+            one bin, the table has no rows and its title says so.
     """
     if splits is not None:
         return [table for names in splits for table in _requested_tables(diagnosis, names)]
@@ -89,6 +93,8 @@ def diagnosis_tables(
     for dimension in DIMENSIONS:
         table = _bin_table(diagnosis.evidence, (dimension.name,))
         tables += [] if table is None else [table]
+    environment_table = _environment_table(diagnosis.evidence)
+    tables += [] if environment_table is None else [environment_table]
     tables += _worst_tables(diagnosis, decode)
     return [table for table in tables if table.rows]
 
@@ -96,9 +102,12 @@ def diagnosis_tables(
 def _requested_tables(diagnosis: RunDiagnosis, names: tuple[str, ...]) -> list[Table]:
     if names == (STEP,):
         return [_step_table(diagnosis, len(diagnosis.evidence.statistics.steps)), _feedback_table(diagnosis)]
-    table = _bin_table(diagnosis.evidence, names)
-    if table is None:
+    if names == (ENVIRONMENT,):
+        table, requirements = _environment_table(diagnosis.evidence), [_ENVIRONMENT_REQUIREMENT]
+    else:
+        table = _bin_table(diagnosis.evidence, names)
         requirements = [DIMENSIONS_BY_NAME[name].requirement for name in names]
+    if table is None:
         needed = " and ".join(filter(None, requirements))
         reason = f"not recorded ({needed}), or the same everywhere" if needed else "the same everywhere"
         table = Table(",".join(names), f"--by {','.join(names)}: {reason}", (), [])
@@ -256,19 +265,53 @@ _PERCENT_MEASURES = ("tokens", "Δ > 0")
 
 def _bin_table(evidence: Evidence, names: tuple[str, ...]) -> Table | None:
     """Return the table of the mismatch by one or two dimensions; None if all tokens are in one bin, or unrecorded."""
-    key = ",".join(names)
-    bin_sums = evidence.after.bin_sums.get(key)
-    if bin_sums is None or np.count_nonzero(bin_sums[:, 0]) < 2:
-        return None
     dimensions = [DIMENSIONS_BY_NAME[name] for name in names]
     shape = [dimension.bin_count for dimension in dimensions]
-    after = BinRates(evidence.after, key)
-    before = None if evidence.before is None or key not in evidence.before.bin_sums else BinRates(evidence.before, key)
+
+    def label(index: int) -> str:
+        bins = map(int, np.unravel_index(index, shape))
+        return " · ".join(dimension.label(number, number) for dimension, number in zip(dimensions, bins, strict=True))
+
+    title = f"By {' and '.join(f'{dimension.name} ({dimension.unit})' for dimension in dimensions)}"
+    return _table_of_bins(",".join(names), title, label, evidence.after, evidence.before, evidence.side_names[0])
+
+
+def _environment_table(evidence: Evidence) -> Table | None:
+    """Return the table of the mismatch by environment; None if all tokens are of one, or unrecorded."""
+    other_names = set() if evidence.before is None else evidence.before.environments
+    names = sorted(evidence.after.environments | other_names)[:MAX_ENVIRONMENTS]
+    labels = [*map(escape_line, names), f"others (after the first {MAX_ENVIRONMENTS} by name)"]
+    before = None if evidence.before is None else evidence.before.by_environment(names)
+    after = evidence.after.by_environment(names)
+    return _table_of_bins(ENVIRONMENT, "By environment", labels.__getitem__, after, before, evidence.side_names[0])
+
+
+def _table_of_bins(
+    key: str,
+    title: str,
+    label: Callable[[int], str],
+    window_after: Window,
+    window_before: Window | None,
+    before_name: str,
+) -> Table | None:
+    """Return the table of the mismatch in the bins of a window; None if all tokens are in one bin, or unrecorded.
+
+    Args:
+        key: key of the bins in the windows, and of the table.
+        title: heading.
+        label: returns the name of a bin, by its index.
+        window_after: the window.
+        window_before: the window to compare with; None if there is none.
+        before_name: name of the window to compare with.
+    """
+    bin_sums = window_after.bin_sums.get(key)
+    if bin_sums is None or np.count_nonzero(bin_sums[:, 0]) < 2:
+        return None
+    after = BinRates(window_after, key)
+    before = None if window_before is None or key not in window_before.bin_sums else BinRates(window_before, key)
     rows = []
     for index, values in measure_bins(bin_sums).items():
-        bins = map(int, np.unravel_index(index, shape))
-        labels = (dimension.label(number, number) for dimension, number in zip(dimensions, bins, strict=True))
-        row: list[Any] = [" · ".join(labels)]
+        row: list[Any] = [label(index)]
         for name, value in values.items():
             row.append(f"{value:.1%}" if name in _PERCENT_MEASURES else value)
             if name == AGAINST_EXPECTED:
@@ -277,16 +320,15 @@ def _bin_table(evidence: Evidence, names: tuple[str, ...]) -> Table | None:
             ratio = ratio_or_nan(float(after.rate[index]), float(before.rate[index]))
             row += (ratio, format_ratio_interval(ratio, math.hypot(after.error[index], before.error[index])))
         rows.append(tuple(row))
-    title = f"By {' and '.join(f'{dimension.name} ({dimension.unit})' for dimension in dimensions)}"
     columns = [""]
     for measure in BIN_MEASURES:
         columns += [measure.name, CONFIDENCE_LABEL] if measure.name == AGAINST_EXPECTED else [measure.name]
     definitions = {measure.name: measure.definition for measure in BIN_MEASURES}
     definitions[CONFIDENCE_LABEL] = f"interval of {AGAINST_EXPECTED}, over sequences"
     if before is not None:
-        ratio_column, interval_column = f"against {evidence.side_names[0]}", f"{CONFIDENCE_LABEL} of that"
+        ratio_column, interval_column = f"against {before_name}", f"{CONFIDENCE_LABEL} of that"
         columns += [ratio_column, interval_column]
-        definitions[ratio_column] = f"mean |Δ| over mean 1 − p, relative to the same tokens of {evidence.side_names[0]}"
+        definitions[ratio_column] = f"mean |Δ| over mean 1 − p, relative to the same tokens of {before_name}"
         definitions[interval_column] = "interval of the column before, over sequences"
     return Table(key, title, tuple(columns), rows, definitions)
 

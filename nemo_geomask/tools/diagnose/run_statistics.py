@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS
+from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS, ENVIRONMENT
 from nemo_geomask.tools.diagnose.record_reader import Array
 from nemo_geomask.tools.diagnose.step_sums import StepSums
 
@@ -18,9 +18,11 @@ __all__ = [
     "BIN_PRODUCTS",
     "BIN_REPLICATES",
     "BIN_SUMS",
+    "MAX_ENVIRONMENTS",
     "NOISE",
     "NOISE_BINS",
     "NOISE_BIN_OF_ONE",
+    "OTHER_ENVIRONMENTS",
     "REPLICATED_BIN_SUMS",
     "WORST_COUNT",
     "RunStatistics",
@@ -68,6 +70,14 @@ NOISE_BINS, NOISE_BIN_OF_ONE = 48, 32
 """Bins of log2 z², z = Δ/(1 − p), each of width 1, from 2^-32; and the bin that begins at z² = 1."""
 MAX_WINDOWS = 128
 """Largest number of windows of a run."""
+MAX_ENVIRONMENTS = 50
+"""Largest number of environments whose sums are kept apart; they are the first ones in the order of their names.
+
+An environment that is among the first ones of a run is so in each part of it, too. Its sums are therefore exact, in
+whatever order the parts are added.
+"""
+OTHER_ENVIRONMENTS = ""
+"""Key of the sums over all further environments; no environment's name is empty."""
 WORST_COUNT = 8
 """Number of worst tokens, and of worst sequences, that are kept of a run."""
 
@@ -84,6 +94,12 @@ def _empty_replicates() -> dict[str, Array]:
     return {name: np.zeros((BIN_REPLICATES, count, shape), np.float32) for name, count in _BIN_COUNTS.items()}
 
 
+def _limit_environments(sums: dict[str, Array]) -> None:
+    """Add the sums of the environments beyond the first ``MAX_ENVIRONMENTS`` to those of ``OTHER_ENVIRONMENTS``."""
+    for name in sorted(sums.keys() - {OTHER_ENVIRONMENTS})[MAX_ENVIRONMENTS:]:
+        sums[OTHER_ENVIRONMENTS] = sums.get(OTHER_ENVIRONMENTS, 0.0) + sums.pop(name)
+
+
 @dataclass
 class Window:
     """Sums over a few successive steps, split into the bins of each dimension, without tokens with faulty log-probs.
@@ -93,11 +109,15 @@ class Window:
             len(BIN_SUMS)]; by ``NOISE``, [NOISE_BINS, len(BIN_SUMS)], whose bins are of log2 z², z = Δ/(1 − p).
         bin_products: by the same keys, [bins, len(BIN_PRODUCTS)].
         bin_replicates: by dimension and ``NOISE``, [BIN_REPLICATES, bins, len(REPLICATED_BIN_SUMS)].
+        environment_sums: by name of the environment, or ``OTHER_ENVIRONMENTS``, [len(BIN_SUMS)].
+        environment_products: by the same keys, [len(BIN_PRODUCTS)].
     """
 
     bin_sums: dict[str, Array] = field(default_factory=lambda: _empty_bins(len(BIN_SUMS)))
     bin_products: dict[str, Array] = field(default_factory=lambda: _empty_bins(len(BIN_PRODUCTS)))
     bin_replicates: dict[str, Array] = field(default_factory=_empty_replicates)
+    environment_sums: dict[str, Array] = field(default_factory=dict)
+    environment_products: dict[str, Array] = field(default_factory=dict)
 
     def add(self, other: Window) -> None:
         """Add the sums of another window."""
@@ -105,9 +125,32 @@ class Window:
             (self.bin_sums, other.bin_sums),
             (self.bin_products, other.bin_products),
             (self.bin_replicates, other.bin_replicates),
+            (self.environment_sums, other.environment_sums),
+            (self.environment_products, other.environment_products),
         ):
             for name, sums in theirs.items():
                 mine[name] = mine[name] + sums if name in mine else sums
+        _limit_environments(self.environment_sums)
+        _limit_environments(self.environment_products)
+
+    @property
+    def environments(self) -> set[str]:
+        """Names of the environments whose sums are kept apart."""
+        return {*self.environment_sums} - {OTHER_ENVIRONMENTS}
+
+    def by_environment(self, names: Sequence[str]) -> Window:
+        """Return a window with the bins of ``ENVIRONMENT`` alone: one for each name, then one for all other names."""
+
+        def stack(sums: dict[str, Array], columns: int) -> dict[str, Array]:
+            rows = [sums.get(name, np.zeros(columns)) for name in names]
+            others = sum((row for name, row in sums.items() if name not in names), np.zeros(columns))
+            return {ENVIRONMENT: np.stack([*rows, others])}
+
+        return Window(
+            bin_sums=stack(self.environment_sums, len(BIN_SUMS)),
+            bin_products=stack(self.environment_products, len(BIN_PRODUCTS)),
+            bin_replicates={},
+        )
 
     @property
     def noise_histogram(self) -> Array:

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS, DIMENSIONS_BY_NAME, Dimension
+from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS, DIMENSIONS_BY_NAME, ENVIRONMENT, Dimension
 from nemo_geomask.tools.diagnose.record_reader import Array
 from nemo_geomask.tools.diagnose.run_statistics import (
     BIN_REPLICATES,
     BIN_SUMS,
+    MAX_ENVIRONMENTS,
     NOISE,
     NOISE_BIN_OF_ONE,
     NOISE_BINS,
+    OTHER_ENVIRONMENTS,
     REPLICATED_BIN_SUMS,
     Window,
 )
@@ -28,7 +30,7 @@ UNKNOWN = -1
 def split_tokens(
     trained: TrainedTokens, mask: Array, sequence: Array, dimension_pairs: Sequence[tuple[str, str]], draws: Array
 ) -> Window:
-    """Sum the tokens' values in each bin of each dimension.
+    """Sum the tokens' values in each bin of each dimension, and over each environment.
 
     Args:
         trained: the tokens to split.
@@ -59,6 +61,7 @@ def split_tokens(
             bins = np.where(is_known, first_bins * second.bin_count + second_bins, UNKNOWN)
             _add_bins(window, ",".join(names), trained, bins, first.bin_count * second.bin_count)
     _add_bins(window, NOISE, trained, _noise_bins(trained), NOISE_BINS, draws)
+    _add_environments(window, trained)
     return window
 
 
@@ -111,6 +114,31 @@ def _add_bins(
     window.bin_products[name] = np.stack(
         [(size * size).sum(axis=0), (size * expected).sum(axis=0), (expected * expected).sum(axis=0)], axis=1
     )
+
+
+def _add_environments(window: Window, trained: TrainedTokens) -> None:
+    """Write the sums of each environment, and the products of its sequences' sums; a sequence is of one environment."""
+    recorded = trained.block.sequences.get(ENVIRONMENT)
+    if recorded is None:
+        return
+    rows = [row for row, name in enumerate(recorded) if name is not None]
+    if not rows:
+        return
+    names, numbers = np.unique(recorded[rows], return_inverse=True)  # in the order of the names
+    keys = names.tolist() if len(names) <= MAX_ENVIRONMENTS else [*names[:MAX_ENVIRONMENTS], OTHER_ENVIRONMENTS]
+    numbers = np.minimum(numbers, MAX_ENVIRONMENTS)
+
+    def add_up(values: Array) -> Array:
+        """Return [keys], the sums of [S] values over the sequences of each environment."""
+        sums: Array = np.bincount(numbers, values[rows], minlength=len(keys))
+        return sums
+
+    by_sequence = {name: trained.sum_per_sequence(name) for name in BIN_SUMS}
+    size, expected = by_sequence["capped_abs"], by_sequence["one_minus_p"]
+    sums = np.stack([add_up(values) for values in by_sequence.values()], axis=1)
+    products = np.stack([add_up(size * size), add_up(size * expected), add_up(expected * expected)], axis=1)
+    window.environment_sums = dict(zip(keys, sums, strict=True))
+    window.environment_products = dict(zip(keys, products, strict=True))
 
 
 def _noise_bins(trained: TrainedTokens) -> Array:

@@ -28,7 +28,8 @@ class OutputOptions:
     Attributes:
         as_json: print a JSON list with an object for each run or folder.
         has_tables: print the tables of each run below the verdicts.
-        splits: show only the tables by these dimensions, pairs of dimensions, or ``("step",)``; None: all tables.
+        splits: show only the tables by these dimensions, pairs of dimensions, ``("environment",)`` or ``("step",)``;
+            None: all tables.
         decode: returns the text of token ids; None: ids are shown.
         html: file of the report; None: no report.
         png: folder of the plots; None: no plots.

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 pytest.importorskip("pyarrow")
@@ -71,6 +72,66 @@ def test_one_split_at_a_time_and_two_at_once(tmp_path, capsys):
     for wrong in ("tool", "turn,turn", "step,turn", "turn,length,reward"):
         assert main(["diagnose", run, "--by", wrong]) == 2
         assert f"--by {wrong}: give one or two of probability, position" in capsys.readouterr().err
+
+
+AGENTS = ["math", "code", "\x1b[31mred\nnot a row", "swe"]
+"""Names of the environments of four prompts; one would change the terminal's colour and begin a line."""
+
+
+def write_environments(directory, steps, agents=AGENTS, cause="precision", strength=5.0):
+    """Write NeMo-RL's logs of four prompts, of which the second alone has the cause."""
+    directory.mkdir(exist_ok=True)
+    for step in steps:
+        planted = planted_step(0, step, None, 0.0, shape=SHAPE)
+        changed = planted_step(0, step, cause, strength, shape=SHAPE)
+        groups = planted.sequences["group"]
+        is_changed = np.repeat(groups == 1, np.diff(planted.offsets))
+        planted.tokens["prev"][is_changed] = changed.tokens["prev"][is_changed]
+        planted.sequences["environment"] = np.array(agents, dtype=object)[groups]
+        write_log(directory, step, list(log_rows(planted)))
+    return directory
+
+
+def test_by_environment(tmp_path, capsys):
+    run = str(write_environments(tmp_path / "run", range(1, 4)))
+    main(["diagnose", run, "--by", "environment"])
+    title, header, *rows = capsys.readouterr().out.partition("\nBy environment")[2].splitlines()
+    assert title == ""
+    assert header.split()[:3] == ["tokens", "|Δ|", "against"]
+    # In the order of the names, each in one line.
+    assert [row.split()[0] for row in rows] == ["\\x1b[31mred\\nnot", "code", "math", "swe"]
+    main(["diagnose", run, "--by", "environment", "--json"])
+    (output,) = json.loads(capsys.readouterr().out)
+    by_name = {row[""]: row for row in output["tables"]["environment"]}
+    assert by_name["code"]["against expected"] > 2 * by_name["math"]["against expected"]
+    assert sum(float(row["tokens"].rstrip("%")) for row in by_name.values()) == pytest.approx(100, abs=0.3)
+    main(["diagnose", run, "--full"])
+    assert "\nBy environment\n" in capsys.readouterr().out
+
+
+def test_by_environment_needs_several(tmp_path, capsys):
+    for name, agents in (("one", ["math"] * 4), ("none", [None] * 4)):
+        run = str(write_environments(tmp_path / name, range(1, 4), agents))
+        assert main(["diagnose", run, "--by", "environment"]) == 2
+        assert "--by environment: not recorded (the names of NeMo-Gym's agents), or the same" in capsys.readouterr().err
+        main(["diagnose", run, "--full"])
+        assert "By environment" not in capsys.readouterr().out
+    for wrong in ("environment,probability", "step,environment", "environment,environment"):
+        assert main(["diagnose", run, "--by", wrong]) == 2
+        assert "joined by a comma, or environment or step alone" in capsys.readouterr().err
+
+
+def test_by_environment_against_another_run(tmp_path, capsys):
+    """Environments of both runs are in one order, and those of the other run alone are left out."""
+    this = write_environments(tmp_path / "this", range(1, 4), ["math", "code", "swe", "swe"])
+    that = write_environments(tmp_path / "that", range(1, 4), ["math", "code", "a", "b"], cause=None, strength=0.0)
+    main(["diagnose", str(this), "--against", str(that), "--by", "environment", "--json"])
+    (output,) = json.loads(capsys.readouterr().out)
+    by_name = {row[""]: row[f"against {that}"] for row in output["tables"]["environment"]}
+    assert list(by_name) == ["code", "math", "swe"]
+    assert by_name["math"] == pytest.approx(1.0)
+    assert by_name["code"] > 2
+    assert by_name["swe"] is None
 
 
 def test_a_split_that_one_run_lacks_is_reported_and_shown_for_the_others(tmp_path, capsys):

@@ -111,6 +111,22 @@ def test_text_of_a_run_is_escaped(page):
     assert any("&lt;/script&gt;" in text for text in json.dumps(figures).split('"'))
 
 
+def test_names_of_environments_are_escaped(tmp_path):
+    statistics = RunStatistics()
+    for step in range(1, 4):
+        block = planted_step(3, step, None, 0.0, shape=SHAPE)
+        names = np.array([HOSTILE, "\u202ereversed\n"], dtype=object)[block.sequences["group"] % 2]
+        statistics.add(survey_block(replace(block, sequences={**block.sequences, "environment": names})))
+    path = tmp_path / "report.html"
+    write_page(path, [ReportedRun("run", "/run", diagnose(statistics))])
+    page = Page(path.read_text(encoding="utf-8"))
+    assert "By environment" in page.text
+    assert HOSTILE in page.text
+    assert "\\u202ereversed\\n" in page.text
+    assert "\u202e" not in page.text
+    assert "img" not in page.tags
+
+
 def test_the_page_needs_no_other_file_and_allows_no_other_script(page):
     assert page.tags.count("script") == 3
     assert page.text.count("plotly.js v") == 0

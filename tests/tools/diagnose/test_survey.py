@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS, DIMENSIONS_BY_NAM
 from nemo_geomask.tools.diagnose.planted_logs import RunShape, planted_step, write_step
 from nemo_geomask.tools.diagnose.quantities import QUANTITIES
 from nemo_geomask.tools.diagnose.record_reader import RecordBlock, read_blocks
-from nemo_geomask.tools.diagnose.run_statistics import BIN_SUMS, RunStatistics
+from nemo_geomask.tools.diagnose.run_statistics import BIN_SUMS, MAX_ENVIRONMENTS, RunStatistics
 from nemo_geomask.tools.diagnose.step_survey import survey_block, trainer_column
 
 SHAPE = RunShape(steps=1, prompts=4, samples=3, length=40)
@@ -122,6 +123,89 @@ def test_two_dimensions_at_once_are_those_of_plain_loops(block):
     for first, last in ((7, 12), (0, 7)):
         parts.add(survey_block(part(block, first, last), dimension_pairs))
     np.testing.assert_allclose(parts.windows[5].bin_sums["entropy,advantage"], cells, rtol=1e-9, atol=1e-12)
+
+
+def with_environments(block, names):
+    """Name the environments of a block's prompts, in turn; a new block."""
+    groups = block.sequences["group"] % len(names)
+    return replace(block, sequences={**block.sequences, "environment": np.array(names, dtype=object)[groups]})
+
+
+def sums_by_environment(blocks):
+    """Return tokens, Σ k3, Σ of capped |Δ| and its squares over sequences of each environment, by plain loops."""
+    expected = {}
+    for block in blocks:
+        for row in range(len(block)):
+            name, capped = block.sequences["environment"][row], 0.0
+            if name is None or block.sequences["sample_mask"][row] == 0:
+                continue
+            sums = expected.setdefault(name, np.zeros(4))
+            for place in range(block.offsets[row], block.offsets[row + 1]):
+                if block.tokens["mask"][place]:
+                    delta = float(block.tokens["prev"][place]) - float(block.tokens["gen"][place])
+                    capped += min(abs(delta), 1.0)
+                    sums[:2] += 1, math.exp(delta) - 1 - delta
+            sums[2:] += capped, capped**2
+    return expected
+
+
+def measured_by_environment(window):
+    columns = [BIN_SUMS.index(name) for name in ("tokens", "k3", "capped_abs")]
+    return {
+        name: [*sums[columns], window.environment_products[name][0]] for name, sums in window.environment_sums.items()
+    }
+
+
+def test_sums_by_environment_are_those_of_plain_loops(block):
+    named = with_environments(block, ["math", None, "code"])
+    window = survey_block(named).windows[5]
+    expected = sums_by_environment([named])
+    assert window.environments == expected.keys() == {"math", "code"}
+    for name, sums in measured_by_environment(window).items():
+        np.testing.assert_allclose(sums, expected[name], rtol=1e-10)
+    # Neither a run without names nor one with an older record's columns has any.
+    assert survey_block(with_environments(block, [None])).windows[5].environment_sums == {}
+    assert survey_block(block).windows[5].environment_sums == {}
+
+
+def test_files_with_different_environments_add_up(block):
+    other = replace(planted_step(4, 6, None, 0.0, shape=SHAPE))
+    blocks = [with_environments(block, ["math", "code"]), with_environments(other, ["swe", "code", None])]
+    merged = RunStatistics()
+    for one in blocks:
+        merged.add(survey_block(one))
+    window = merged.merge_windows()
+    expected = sums_by_environment(blocks)
+    assert window.environments == expected.keys() == {"math", "code", "swe"}
+    for name, sums in measured_by_environment(window).items():
+        np.testing.assert_allclose(sums, expected[name], rtol=1e-10)
+    bins = window.by_environment(["code", "math", "not there"]).bin_sums["environment"]
+    assert bins[:, 0].tolist() == [expected["code"][0], expected["math"][0], 0, expected["swe"][0]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_beyond_fifty_environments_the_first_by_name_stay_exact_in_any_order(seed):
+    names = [f"env {number:03d}" for number in range(130)]
+    draw = np.random.default_rng(seed)
+    blocks = []
+    for step in range(1, 9):
+        made = planted_step(step, step, None, 0.0, shape=RunShape(steps=1, prompts=100, samples=1, length=8))
+        blocks.append(with_environments(made, draw.choice(names, 100).tolist()))
+    merged = RunStatistics()
+    for index in draw.permutation(len(blocks)):
+        merged.add(survey_block(blocks[index]))
+    window = merged.merge_windows()
+    expected = sums_by_environment(blocks)
+    first_names = sorted(expected)[:MAX_ENVIRONMENTS]
+    assert len(expected) > 2 * MAX_ENVIRONMENTS
+    assert window.environments == set(first_names)
+    bins = window.by_environment(first_names)
+    others = sum(sums for name, sums in expected.items() if name not in first_names)
+    columns = [BIN_SUMS.index(name) for name in ("tokens", "k3", "capped_abs")]
+    measured = np.concatenate(
+        [bins.bin_sums["environment"][:, columns], bins.bin_products["environment"][:, :1]], axis=1
+    )
+    np.testing.assert_allclose(measured, [*(expected[name] for name in first_names), others], rtol=1e-9)
 
 
 @pytest.mark.parametrize(
