@@ -11,16 +11,17 @@ from __future__ import annotations
 import os
 from typing import Any
 
-__all__ = ["BYTES_A_NUMBER", "PageError", "count_values"]
+__all__ = ["PageError", "count_values"]
 
 _MAX_HEADER = 2**16
 _FIRST_READ = 512
 _DATA_PAGE, _DICTIONARY_PAGE, _DATA_PAGE_V2 = 0, 2, 3
 # Field of PageHeader that holds the page's own header, by the type of the page. Field 1 of it is the number of values.
 _OWN_HEADER = {_DATA_PAGE: 5, _DICTIONARY_PAGE: 7, _DATA_PAGE_V2: 8}
-BYTES_A_NUMBER = 16
-"""Upper bound of what a number or boolean takes in a decompressed page: 8 bytes of value and 2 numbers for the list."""
-_BYTES_A_PAGE = 4096
+_BYTES_A_VALUE, _BYTES_A_PAGE = 16, 4096
+"""Upper bounds of a decompressed page, for numbers and booleans: 8 bytes of value and 2 numbers for the list."""
+_BYTES_OF_TEXTS = 2**24
+"""Largest number of bytes that the texts of a decompressed page take; writers end a page after a million or so."""
 
 
 class PageError(ValueError):
@@ -28,7 +29,7 @@ class PageError(ValueError):
 
 
 def count_values(
-    descriptor: int, start: int, end: int, max_values: int, max_pages: int, bytes_a_value: int = BYTES_A_NUMBER
+    descriptor: int, start: int, end: int, max_values: int, max_pages: int, text_bytes: int = 0
 ) -> tuple[int, int]:
     """Return the number of values and of pages in a part of a file.
 
@@ -37,7 +38,7 @@ def count_values(
         start, end: where the column's first page begins and where its last ends, in bytes.
         max_values: the largest number of values that the metadata claim.
         max_pages: the largest number of pages.
-        bytes_a_value: the largest number of bytes that a value takes in a decompressed page.
+        text_bytes: the largest number of bytes of a text, for a column of texts.
 
     Raises: PageError: a header is damaged, or there are more values or pages.
     """
@@ -49,7 +50,8 @@ def count_values(
         count = _size(page_fields, 1) if isinstance(page_fields, dict) else -1
         if min(compressed, decompressed, count) < 0:
             raise PageError(f"the page at byte {start} has no valid header")
-        if count > max_values or decompressed > bytes_a_value * count + _BYTES_A_PAGE:
+        texts = min(text_bytes * count, _BYTES_OF_TEXTS)
+        if count > max_values or decompressed > _BYTES_A_VALUE * count + _BYTES_A_PAGE + texts:
             raise PageError(f"the page at byte {start} claims {count:,} values in {decompressed:,} bytes")
         values += 0 if header[1] == _DICTIONARY_PAGE else count
         pages += 1

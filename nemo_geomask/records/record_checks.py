@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from nemo_geomask.errors import DataError, InputLimitError
 from nemo_geomask.recipe.input_limits import InputLimits, current_limits, irregular_file_type, limit_error
 from nemo_geomask.records import checksums
-from nemo_geomask.records.page_headers import BYTES_A_NUMBER, PageError, count_values
+from nemo_geomask.records.page_headers import PageError, count_values
 from nemo_geomask.records.record_schema import (
     CHECKSUM_KEY,
     COLUMNS,
@@ -210,8 +210,8 @@ class RecordFile:
             end = start + chunk.total_compressed_size
             if not 0 < start <= end <= self._size:
                 raise PageError(f"column {chunk.path_in_schema[:100]} is not within the file")
-            value_size = BYTES_A_NUMBER + (MAX_TEXT_BYTES if chunk.path_in_schema in _TEXT_NAMES else 0)
-            values, count = count_values(self._descriptor, start, end, claimed, _MAX_PAGES - pages, value_size)
+            text_bytes = MAX_TEXT_BYTES if chunk.path_in_schema in _TEXT_NAMES else 0
+            values, count = count_values(self._descriptor, start, end, claimed, _MAX_PAGES - pages, text_bytes)
             pages += count
             if values != claimed:
                 raise PageError(f"column {chunk.path_in_schema[:100]} has {values} values, not {claimed}")

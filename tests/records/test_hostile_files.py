@@ -59,3 +59,8 @@ def test_a_hostile_file_is_an_error_that_names_it(tmp_path, name):
     # A file that claims no values at all is refused before its pages are looked at.
     if "that claims" in name and name != "bomb that claims 0 values":
         assert "claims 20,000,000 values in" in outcome["message"]
+    if name == "bomb: a million names in one page":
+        assert "claims 1,000,000 values in" in outcome["message"]
+    # A long text is refused before it is decoded.
+    if "a name of 20 MB" in name:
+        assert "claims 1 values in 20,000,0" in outcome["message"]

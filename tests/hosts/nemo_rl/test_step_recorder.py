@@ -309,10 +309,10 @@ def test_the_mismatch_of_each_environment_is_logged(nemo_rl):
     data["prev_logprobs"] = data["prev_logprobs"].clone()
     row, column = (data["token_mask"] != 0).nonzero()[5].tolist()
     data["prev_logprobs"][row, column] = math.nan
-    data["input_lengths"][-1] -= 3
+    data["input_lengths"][4] -= 3
     # Neither the first token nor padding is trained, whatever their masks say.
     data["token_mask"] = data["token_mask"].clone()
-    data["token_mask"][:, 0] = data["token_mask"][-1, -3:] = 1
+    data["token_mask"][:, 0] = data["token_mask"][4, -3:] = 1
     names = [*AGENTS[:7], None]
     inner = Logger()
     logger, to_log = RewardLogger(inner, logs_mismatch=True), logged_batch(data, agent_ref=agent_refs(names))
