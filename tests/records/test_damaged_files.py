@@ -15,7 +15,6 @@ from nemo_geomask.errors import DataError
 from nemo_geomask.records.record_checks import open_record
 from nemo_geomask.records.record_schema import CHECKSUM_KEY, ORIGIN_KEY
 from nemo_geomask.records.writer import StepRows, write_step
-from nemo_geomask.tools.diagnose.record_reader import read_blocks
 
 LENGTHS = torch.tensor([5, 3, 7, 2])
 NAME = "step-0000004-driver.parquet"
@@ -193,12 +192,13 @@ def test_texts_are_read_however_they_are_encoded(tmp_path, options):
 
 
 def test_a_text_that_is_not_utf_8_is_named(tmp_path):
+    reader = pytest.importorskip("nemo_geomask.tools.diagnose.record_reader", reason="diagnose decodes texts")
     path = record(tmp_path)
     rewrite(path, with_column("environment", ["abcdefgh"] * 4))
     parquet.write_table(parquet.read_table(path), path, compression="none", use_dictionary=False)
     path.write_bytes(path.read_bytes().replace(b"abcdefgh", b"\xff\xfeabcdef"))
     with pytest.raises(DataError, match=rf"{NAME}: can't be read as a record: .*utf-8"):
-        list(read_blocks(path))
+        list(reader.read_blocks(path))
 
 
 def test_a_row_number_that_an_earlier_row_group_has_is_named(tmp_path):
