@@ -44,6 +44,9 @@ def _change(make: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     return lambda path: path.write_bytes(make(_small(path))) and None
 
 
+ONE_PAGE = {"data_page_size": 2**30, "max_rows_per_page": 2**30}
+
+
 def _bomb(compression: str, rows: int = 1, **options) -> Callable[[Path], None]:
     lengths = np.full(rows, HUGE // rows)
     return lambda path: parquet.write_table(_table(lengths), path, compression=compression, **options)
@@ -206,7 +209,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "bomb: a name of 20 MB": _text_bomb(5, HUGE),
     "bomb: a name of 20 MB, not in a dictionary": _text_bomb(1, HUGE, use_dictionary=False),
     "bomb: a name of 4,000 bytes in a million rows": _text_bomb(1_000_000, 4000),
-    "bomb: a million names in one page": _text_bomb(1_000_000, 128, use_dictionary=False, data_page_size=2**30, max_rows_per_page=2**30),
+    "bomb: a million names in one page": _text_bomb(1_000_000, 128, use_dictionary=False, **ONE_PAGE),
     "bomb that claims 10 values": _lying_bomb(10),
     "bomb that claims a million values": _lying_bomb(1_000_000),
     "bomb that claims 0 values": _lying_bomb(0),
