@@ -73,8 +73,7 @@ class ArmRunner:
         """Names of the starts that were used, stored ones included."""
         self.is_complete = True
         """False once a start was left out for want of time."""
-        self.is_coupled = False
-        """True once a trainer's arm has changed the weights that the engine gets."""
+        self._coupled_arms: set[Arm] = set()
         requests: dict[Side, dict[str, dict[str, Any]]] = {
             side: {BASE: {}, "again": {}, "reversed": {"reversed": True}} for side in SIDES
         }
@@ -90,6 +89,11 @@ class ArmRunner:
         self.tokens = FrozenTokens.from_frozen(store.frozen())
         for side in SIDES:
             self._answers[side][NOTHING] = base
+
+    @property
+    def is_coupled(self) -> bool:
+        """True once a trainer's arm has changed the weights that the engine gets."""
+        return bool(self._coupled_arms)
 
     def arm_of_all(self, side: Side) -> Arm:
         """Return the arm with all conservative values of a side."""
@@ -134,8 +138,12 @@ class ArmRunner:
             pairs = list(itertools.zip_longest(missing_engine, missing_trainer, fillvalue=NOTHING))
         for pair in pairs:
             answer = self._run(*pair)
-            if answer is not None and answer.error and all(pair):
-                # One of both may run alone.
+            if answer is None or not all(pair):
+                continue
+            if pair[1] in self._coupled_arms:
+                self._together[pair] = answer
+            if answer.error or pair in self._together:
+                # Each by itself: one of both may run, and beside the baseline each needs the baseline's weights.
                 for side, arm in zip(SIDES, pair, strict=True):
                     del self._answers[side][arm]
                 self._run(pair[0], NOTHING)
@@ -151,29 +159,21 @@ class ArmRunner:
         )
         start = self._replaced(name, values) if is_replaced else Start(name, {**self._settings, **values})
         answer = self._answer(start)
-        if answer is None:
-            return None
-        if trainer and not answer.error and self._sends_other_weights(answer, engine):
-            self.is_coupled = True
-            if engine:
-                # The engine had the weights of the trainer's arm; beside the baseline's, it needs a start of its own.
-                self._together[engine, trainer] = answer
-                self._answers["trainer"].setdefault(trainer, answer)
-                self._run(engine, NOTHING)
-                self._run(NOTHING, trainer)
-                return answer
-        for side, arm in arms.items():
-            self._answers[side].setdefault(arm, answer)
+        if answer is not None:
+            if trainer and not answer.error and self._sends_other_weights(answer, engine):
+                self._coupled_arms.add(trainer)
+            for side, arm in arms.items():
+                self._answers[side].setdefault(arm, answer)
         return answer
 
     def _sends_other_weights(self, answer: StartAnswer, engine: Arm) -> bool:
         """Return True if the engine got other weights than in the baseline, if only rounded in another way."""
         if answer.sent != self.base.sent:
             return True
-        # The engine's own arm may change the dtype in which it keeps them.
-        names = () if engine else (_CHECKSUM,)
-        before, after = (each.scores["engine_settings"] for each in (self.base, answer))
-        return any(before.get(name) != after.get(name) for name in names)
+        if engine:
+            return False  # its own arm may change the dtype in which it keeps them
+        before, after = (each.scores["engine_settings"].get(_CHECKSUM) for each in (self.base, answer))
+        return bool(before != after)
 
     def run_together(self, engine: Arm, trainer: Arm) -> None:
         """Run an arm of each side in one start, if the sides are coupled and both arms change something."""
@@ -228,9 +228,9 @@ class ArmRunner:
         Args:
             arm: the engine's arm.
             request: name of the request.
-            trainer: the trainer's arm; if the sides are coupled, the engine had its weights.
+            trainer: the trainer's arm; if it sends other weights, the engine had those.
         """
-        is_under_trainer = self.is_coupled and arm == NOTHING and trainer
+        is_under_trainer = arm == NOTHING and trainer in self._coupled_arms
         answer = self._answers["trainer"][trainer] if is_under_trainer else self._answers["engine"][arm]
         return self.tokens.flat(answer.scores["decode"][request]["logprobs"], f"decode, {request}")
 

@@ -259,6 +259,29 @@ def test_weights_that_a_refit_rounds_need_both_sides_together(tmp_path, replaces
     assert rows["engine_dtype"].shapley + trainer.shapley == pytest.approx(1.0, abs=1e-6)
 
 
+def test_a_start_of_both_sides_that_sends_other_weights_is_not_taken_for_either_side_alone(tmp_path):
+    """The trainer's values can't be started all at once, so that its dtype first runs beside an arm of the engine."""
+    precision = ("policy.generation.precision", "policy.precision")
+    switches = [
+        MismatchSwitch("engine_dtype", precision[0], "off", "engine", "engine", "engine", "one", "", ""),
+        switch("cache", group="two"),
+        MismatchSwitch("trainer_dtype", precision[1], "off", "trainer", "trainer", "trainer", "one", "", ""),
+        switch("broken", side="trainer", group="two"),
+    ]
+    made = SyntheticStack(
+        {precision[0]: ("engine", 0.2), precision[1]: ("trainer", 0.03)},
+        dict.fromkeys(precision, "off"),
+        rounding=(*precision, 0.15),
+        failing=frozenset({"policy.broken"}),
+    )
+    rows = {row.switch.id: row for row in ledger_of(tmp_path, made, switches).rows}
+    assert any(set(precision) <= start.keys() for start in made.starts)
+    assert rows["trainer_dtype"].share < 0.1
+    assert rows["engine_dtype"].verdict == "explains"
+    # 0.2² of 0.2² + 0.15² + 0.03²: alone, the engine still has rounded weights.
+    assert rows["engine_dtype"].share == pytest.approx(0.2**2 / (0.2**2 + 0.15**2 + 0.03**2), rel=0.25)
+
+
 def test_a_value_that_is_the_baselines_where_it_is_resolved_is_not_effective(tmp_path):
     """The engine reports the key, with the same value, and something else differs."""
 
