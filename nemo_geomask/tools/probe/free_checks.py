@@ -68,11 +68,10 @@ def free_checks(
         _origin_check(tokens, trainer_error),
         *_adapter_checks(adapters),
         _weights_check(weights),
-        _sampled_check("decode", tokens.sampled[~tokens.by_trainer], decode[~tokens.by_trainer]),
         *(
-            [_sampled_check("trainer", tokens.sampled[tokens.by_trainer], trainer[tokens.by_trainer])]
-            if tokens.by_trainer.any()
-            else []
+            _sampled_check(side, tokens.sampled[own], logprobs[own])
+            for side, own, logprobs in (("decode", ~tokens.by_trainer, decode), ("trainer", tokens.by_trainer, trainer))
+            if own.any()
         ),
         _evaluation_check(trainer, trainer_again, is_training),
     ]
@@ -135,20 +134,21 @@ def _sampled_check(side: str, sampled: Any, scored: Any) -> FreeCheck:
     if k3 <= NEGLIGIBLE_K3:
         return FreeCheck(name, "fine", f"k3 {k3:.2g} between sampling and scores")
     if side == "trainer":
-        found = "the trainer's get_logprobs and its get_topk_logits, from which its samples were drawn, differ"
+        difference = "the trainer's get_logprobs and its get_topk_logits, from which its samples were drawn, differ"
         meaning = "log-probs of the trainer depend on the path or on the padding, which was shorter while it sampled"
     else:
-        found = "the engine gives its own samples other log-probs when it decodes them again"
+        difference = "the engine gives its own samples other log-probs when it decodes them again"
         meaning = "its log-probs depend on the batch: the rows of the ledger are only as exact as that"
-    return FreeCheck(name, "noted", f"{found}: k3 {k3:.2g} nats a token", meaning)
+    return FreeCheck(name, "noted", f"{difference}: k3 {k3:.2g} nats a token", meaning)
 
 
 def _evaluation_check(trainer: Any, again: Any, is_training: bool) -> FreeCheck:
     """Tell dropout that is left on, by training mode together with scores that differ from pass to pass."""
     name = "evaluation mode"
     k3 = float(k3_of(trainer - again).mean())
-    if not is_training and k3 <= NEGLIGIBLE_K3:
-        return FreeCheck(name, "fine", "the trainer scores in evaluation mode")
+    if k3 <= NEGLIGIBLE_K3:
+        agreement = "the trainer scores in training mode, and the same batch twice agrees"
+        return FreeCheck(name, "fine", agreement if is_training else "the trainer scores in evaluation mode")
     if not is_training:
         return FreeCheck(
             name,
@@ -156,8 +156,6 @@ def _evaluation_check(trainer: Any, again: Any, is_training: bool) -> FreeCheck:
             f"no module is in training mode, and the same batch twice differs: k3 {k3:.2g} nats a token",
             "its kernels are not deterministic: the rows of the ledger are only as exact as that",
         )
-    if k3 <= NEGLIGIBLE_K3:
-        return FreeCheck(name, "fine", "the trainer scores in training mode, and the same batch twice agrees")
     return FreeCheck(
         name,
         "fault",

@@ -27,6 +27,7 @@ from nemo_geomask.tools.probe.trainer_scores import (
     replaced_settings,
     sample_by_trainer,
     trainer_scores,
+    whole_batches,
 )
 from nemo_geomask.tools.probe.worker_calls import call, call_all
 from nemo_geomask.tools.shared.json_output import write_json_file
@@ -213,8 +214,7 @@ class Session:
         self, sequence: Mapping[str, Any], states: layer_states.States, experts: int, *, replay: bool
     ) -> tuple[list[float], dict[str, float]]:
         workers = self.policy.worker_group.workers
-        # As many copies as make every worker compute at least one whole batch.
-        copies = len(workers) * int(self.config["logprob_batch_size"])
+        copies = whole_batches(1, self.policy, self.config)
         data = batch_of(self.config, self._tokenizer, {name: value * copies for name, value in sequence.items()})
         reference = importlib.import_module("ray").put(states)
         call_all(workers, layer_states.watch_trainer, reference, replay)
@@ -287,8 +287,8 @@ def _sampled(generation: Any, loader: Any, tokenizer: Any, job: Mapping[str, Any
         data = batches({"input_ids": flat["token_ids"], "input_lengths": lengths})
         output = generation.generate(data, greedy=False)
         ends = output["unpadded_sequence_lengths"].tolist()
-        wanted = (job["prompts"] - prompts) * job["generations"]  # the loader's batches may hold more
-        for index, (start, end) in enumerate(zip(lengths.tolist()[:wanted], ends[:wanted], strict=True)):
+        rows_left = (job["prompts"] - prompts) * job["generations"]  # the loader's batches may hold more
+        for index, (start, end) in enumerate(zip(lengths.tolist()[:rows_left], ends[:rows_left], strict=True)):
             frozen["sequences"].append(output["output_ids"][index, :end].tolist())
             frozen["prompt_lengths"].append(start)
             frozen["prompts"].append(prompts + index // job["generations"])

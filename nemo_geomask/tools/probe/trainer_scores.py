@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.tools.probe import resolved_settings
 from nemo_geomask.tools.probe.worker_calls import call, call_all
 
-__all__ = ["batch_of", "replaced_settings", "sample_by_trainer", "trainer_scores"]
+__all__ = ["batch_of", "replaced_settings", "sample_by_trainer", "trainer_scores", "whole_batches"]
 
 _SAMPLING = ("temperature", "top_p", "top_k")
 """Options that are sampling parameters, which NeMo-RL's trainers apply to the logits as the engine does."""
@@ -65,7 +65,7 @@ def trainer_scores(
     workers = policy.worker_group.workers
     count = len(frozen["sequences"])
     order = list(range(count))[:: -1 if options.get("reversed") else 1]
-    rows = [order[row % count] for row in range(_whole_batches(count, policy, config))]
+    rows = [order[row % count] for row in range(whole_batches(count, policy, config))]
     names = ("sequences", "prompt_lengths")
     data = batch_of(config, tokenizer, {name: [frozen[name][index] for index in rows] for name in names})
     settings = {name: value for name, value in options.items() if name != "reversed"}
@@ -82,8 +82,14 @@ def trainer_scores(
     return {"logprobs": scores, "seconds": seconds, "settings": resolved}
 
 
-def _whole_batches(count: int, policy: Any, config: Mapping[str, Any]) -> int:
-    """Return the smallest number of rows, at least ``count``, of which every worker computes whole batches."""
+def whole_batches(count: int, policy: Any, config: Mapping[str, Any]) -> int:
+    """Return the smallest number of rows, at least ``count``, of which every worker computes whole batches.
+
+    Args:
+        count: number of rows that are needed.
+        policy: NeMo-RL's policy.
+        config: the recipe's ``policy``.
+    """
     multiple = len(policy.worker_group.workers) * int(config["logprob_batch_size"])
     return -(-count // multiple) * multiple
 
@@ -108,15 +114,16 @@ def replaced_settings(workers: Sequence[Any], settings: Mapping[str, Any]) -> It
 
 
 _MASKING = "mask_out_neg_inf_logprobs"
-# Of this process: modules whose function was replaced, each with that function.
-_masking_modules: list[tuple[Any, Any]] = []
+# Of this process: the patches of that function that are in force.
+_patches: list[patch.Patch] = []
 
 
 def _keep_excluded(actor: Any) -> None:
-    for name, module in list(sys.modules.items()):
-        if name.startswith("nemo_rl.") and _MASKING in vars(module):
-            _masking_modules.append((module, getattr(module, _MASKING)))
-            setattr(module, _MASKING, _as_they_are)
+    module = importlib.import_module("nemo_rl.algorithms.utils")
+    if hasattr(module, _MASKING):
+        namespaces = patch.nemo_rl_namespaces(actor)
+        _patches.append(patch.function(module, _MASKING, lambda original: _as_they_are, namespaces=namespaces))
+        _patches[-1].apply()
 
 
 def _as_they_are(logprobs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,9 +131,8 @@ def _as_they_are(logprobs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mask_excluded(actor: Any) -> None:
-    while _masking_modules:
-        module, function = _masking_modules.pop()
-        setattr(module, _MASKING, function)
+    while _patches:
+        _patches.pop().undo()
 
 
 def _replace_settings(actor: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,7 +173,7 @@ def sample_by_trainer(
     generator = torch.Generator().manual_seed(_SEED)
     sequences = [list(prompt) for prompt in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]
-    copies = _whole_batches(len(prompts), policy, config)
+    copies = whole_batches(len(prompts), policy, config)
     count = min(vocabulary, _MOST_LOGITS)
     for _ in range(int(generation["max_new_tokens"])):
         is_open = [

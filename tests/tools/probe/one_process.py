@@ -73,12 +73,6 @@ class Trainer:
 class Policy:
     """As much of NeMo-RL's policy as the probe's jobs use."""
 
-    def get_topk_logits(self, data, k):
-        """The k largest logits of each position, under the temperature alone, as NeMo-RL's."""
-        logits = torch_logits(self.worker, data["input_ids"], data["input_lengths"])
-        values, indices = (logits / self.worker.sampling_params.temperature).topk(k, dim=-1)
-        return {"topk_logits": values, "topk_indices": indices}
-
     def __init__(self, worker):
         self.worker = worker
         self.worker_group = SimpleNamespace(workers=[worker])
@@ -98,14 +92,20 @@ class Policy:
         with torch.no_grad():
             for start in range(0, len(tokens), size):
                 ids = tokens[start : start + size]
-                logits = torch_logits(worker, ids, lengths[start : start + size])
+                logits = _logits(worker, ids, lengths[start : start + size])
                 kept = _filtered(logits / worker.sampling_params.temperature, worker.sampling_params.top_p)
                 values = kept.log_softmax(-1)[:, :-1]
                 logprobs[start : start + size, 1:] = values.gather(-1, ids[:, 1:, None])[..., 0]
         return {"logprobs": logprobs}
 
+    def get_topk_logits(self, data, k):
+        """The k largest logits of each position, under the temperature alone, as NeMo-RL's."""
+        logits = _logits(self.worker, data["input_ids"], data["input_lengths"])
+        values, indices = (logits / self.worker.sampling_params.temperature).topk(k, dim=-1)
+        return {"topk_logits": values, "topk_indices": indices}
 
-def torch_logits(worker, ids, lengths):
+
+def _logits(worker, ids, lengths):
     torch = importlib.import_module("torch")
     mask = (torch.arange(ids.shape[1])[None] < lengths[:, None]).long()
     with torch.no_grad():

@@ -24,8 +24,6 @@ from tests.tools.rehearse.real_runs import RECIPE
 GENERATION = "policy.generation."
 PRECISIONS = ("policy.precision=float32", f"++{GENERATION}vllm_cfg.precision=float32")
 
-ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
-
 
 class Plant(NamedTuple):
     """A planted cause.
@@ -152,7 +150,7 @@ def main(folder, names, *overrides):
     if overrides[:1] == ("one-process",):
         session = OneProcess(folder / "model", *overrides[1:])
     else:
-        session = sessions(folder, *overrides)
+        session = sessions(folder, *(ADAPTER if ADAPTER_PLANTS.keys() & set(names) else ()), *overrides)
     try:
         for name in names or PLANTS:
             began = time.monotonic()

@@ -42,7 +42,7 @@ def session(monkeypatch, tmp_path):
     ray.put = lambda value: value
     batches = types.ModuleType("nemo_rl.distributed.batched_data_dict")
     batches.BatchedDataDict = Batch
-    for name in ("nemo_rl", "nemo_rl.distributed"):
+    for name in ("nemo_rl", "nemo_rl.distributed", "nemo_rl.algorithms", "nemo_rl.algorithms.utils"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "nemo_rl.distributed.batched_data_dict", batches)
