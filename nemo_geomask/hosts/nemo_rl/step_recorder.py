@@ -74,7 +74,7 @@ def check_recording(config: LossConfig) -> None:
 
 
 class LoggedRows(NamedTuple):
-    """What NeMo-RL logs of the sequences of a step; a value that it did not log is None."""
+    """Values that NeMo-RL logs of the sequences of a step; None for one that it did not log."""
 
     rewards: list[float] | None = None
     environments: list[str | None] | None = None

@@ -143,8 +143,8 @@ class Window:
 
         def stack(sums: dict[str, Array], columns: int) -> dict[str, Array]:
             rows = [sums.get(name, np.zeros(columns)) for name in names]
-            others = sum((row for name, row in sums.items() if name not in names), np.zeros(columns))
-            return {ENVIRONMENT: np.stack([*rows, others])}
+            further_rows = (row for name, row in sums.items() if name not in names)
+            return {ENVIRONMENT: np.stack([*rows, sum(further_rows, np.zeros(columns))])}
 
         return Window(
             bin_sums=stack(self.environment_sums, len(BIN_SUMS)),

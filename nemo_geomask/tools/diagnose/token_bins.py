@@ -111,9 +111,12 @@ def _add_bins(
         window.bin_replicates[name] = np.stack(
             [draws @ by_sequence(value) for value in REPLICATED_BIN_SUMS], axis=2
         ).astype(np.float32)
-    window.bin_products[name] = np.stack(
-        [(size * size).sum(axis=0), (size * expected).sum(axis=0), (expected * expected).sum(axis=0)], axis=1
-    )
+    window.bin_products[name] = np.stack([product.sum(axis=0) for product in _products(size, expected)], axis=1)
+
+
+def _products(size: Array, expected: Array) -> tuple[Array, Array, Array]:
+    """Return the products of a sequence's sums, in the order of ``BIN_PRODUCTS``."""
+    return size * size, size * expected, expected * expected
 
 
 def _add_environments(window: Window, trained: TrainedTokens) -> None:
@@ -134,9 +137,9 @@ def _add_environments(window: Window, trained: TrainedTokens) -> None:
         return sums
 
     by_sequence = {name: trained.sum_per_sequence(name) for name in BIN_SUMS}
-    size, expected = by_sequence["capped_abs"], by_sequence["one_minus_p"]
     sums = np.stack([add_up(values) for values in by_sequence.values()], axis=1)
-    products = np.stack([add_up(size * size), add_up(size * expected), add_up(expected * expected)], axis=1)
+    pairs = _products(by_sequence["capped_abs"], by_sequence["one_minus_p"])
+    products = np.stack([add_up(product) for product in pairs], axis=1)
     window.environment_sums = dict(zip(keys, sums, strict=True))
     window.environment_products = dict(zip(keys, products, strict=True))
 
