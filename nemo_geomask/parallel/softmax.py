@@ -91,10 +91,12 @@ def merge_shards(statistics: Tensor, targets: Targets, shards: VocabShards, opti
     Raises: the errors of :func:`nemo_geomask.parallel.agreement.raise_problem`, on all ranks that validate.
     """
     ids, is_counted, is_stray, rank_arguments, _ = targets
-    must_raise = targets.has_problem()
-    parts = statistics.unsqueeze(0)
-    if shards.group is not None and len(shards.sizes) > 1:
-        parts = gather_ranks(statistics, shards.group)
+    parts, must_raise = statistics.unsqueeze(0), False
+    group = shards.group if len(shards.sizes) > 1 else None
+    if group is not None:
+        # Read before the collective, which fails if the ranks have different numbers of targets.
+        must_raise = targets.has_problem()
+        parts = gather_ranks(statistics, group)
     max_logit, sum_exp, target_logit, entropy = options.kernels.fold(parts, options.inverse_temperature)
     max_logit = torch.where(torch.isinf(max_logit), 0.0, max_logit)
     logprobs = (target_logit - max_logit) * options.inverse_temperature - sum_exp.log()
@@ -103,6 +105,9 @@ def merge_shards(statistics: Tensor, targets: Targets, shards: VocabShards, opti
         logprobs = torch.where(is_stray, torch.nan, logprobs)
     if options.entropy:
         entropy = torch.where(is_counted, torch.where(sum_exp == 0, torch.nan, entropy), 0.0)
+    if group is None:
+        # Read last: a GPU works through these launches while the host waits, and does not wait for the backward pass.
+        must_raise = targets.has_problem()
     # Raised last: no rank raises before it has taken part in all collectives of the others, which may not validate.
     if must_raise:
         raise_problem(ids, is_stray, rank_arguments, shards, options.ignore_index)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,6 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
             f"{', '.join(map(str, arguments.batch))}"
         )
     setting = Setting(device, kernel=arguments.kernel or "auto")
+
+    def save(benchmark: str, result: Mapping[str, Any]) -> Path | None:
+        return arguments.out and result_files.write_result(arguments.out, benchmark, result, device)
+
     machine = result_files.describe_machine(device)
     print(
         f"{machine['name']}, torch {machine['torch']}, {machine['threads']} threads, load {machine['load']}, "
@@ -77,12 +82,12 @@ def run(arguments: argparse.Namespace) -> int:
     )
     runs: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "logprobs": lambda options: _logprobs(
-            options, setting, [path for path in PATHS if path.name in path_names["logprobs"]]
+            options, setting, [path for path in PATHS if path.name in path_names["logprobs"]], save
         ),
-        "linear": lambda options: _linear(options, setting, path_names["linear"]),
+        "linear": lambda options: _linear(options, setting, path_names["linear"], save),
         "loss": lambda options: _loss(options, setting),
         "segments": lambda options: _segments(device, options.repeats),
-        "step": lambda options: _step(options, setting, path_names["step"]),
+        "step": lambda options: _step(options, setting, path_names["step"], save),
     }
     for benchmark in [arguments.benchmark] if arguments.benchmark else BENCHMARKS:
         try:
@@ -91,8 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{benchmark}: absent: {reason}\n")
             result = {"status": "absent", "reason": str(reason)}
         print(result_tables.format_targets(result.get("bars", [])), flush=True)
-        if arguments.out is not None:
-            print(f"{result_files.write_result(arguments.out, benchmark, result, device)}\n")
+        if written := save(benchmark, {"complete": True, **result}):
+            print(f"{written}\n")
     setting.close()
     return 0
 
@@ -131,7 +136,24 @@ def _scale(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _linear(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str]) -> dict[str, Any]:
+_Save = Callable[[str, Mapping[str, Any]], object]
+
+
+def _case_reporter(
+    benchmark: str, format_case: Callable[[dict[str, Any]], str], save: _Save
+) -> Callable[[dict[str, Any]], None]:
+    """Return a function that prints a case and saves all cases so far, so that an interrupted run keeps them."""
+    cases: list[dict[str, Any]] = []
+
+    def report(case: dict[str, Any]) -> None:
+        print(format_case(case), flush=True)
+        cases.append(case)
+        save(benchmark, {"complete": False, "cases": cases})
+
+    return report
+
+
+def _linear(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str], save: _Save) -> dict[str, Any]:
     fields: dict[str, Sequence[Any]] = {
         "dtype": arguments.dtypes,
         "fraction": arguments.fractions,
@@ -150,7 +172,7 @@ def _linear(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str
         repeats=arguments.repeats,
         paths=paths,
         seed=arguments.seed,
-        report=lambda case: print(result_tables.format_linear(case), flush=True),
+        report=_case_reporter("linear", result_tables.format_linear, save),
     )
     collectives = traffic.count_linear_collectives(paths)
     print(result_tables.format_collectives(collectives))
@@ -161,7 +183,9 @@ def _linear(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str
     }
 
 
-def _logprobs(arguments: argparse.Namespace, setting: Setting, paths: Sequence[LogprobPath]) -> dict[str, Any]:
+def _logprobs(
+    arguments: argparse.Namespace, setting: Setting, paths: Sequence[LogprobPath], save: _Save
+) -> dict[str, Any]:
     cases = logprob_bench.sweep(
         tokens=arguments.tokens,
         vocab=arguments.vocab,
@@ -179,7 +203,7 @@ def _logprobs(arguments: argparse.Namespace, setting: Setting, paths: Sequence[L
         repeats=arguments.repeats,
         paths=paths,
         seed=arguments.seed,
-        report=lambda case: print(result_tables.format_logprobs(case), flush=True),
+        report=_case_reporter("logprobs", result_tables.format_logprobs, save),
     )
     result: dict[str, Any] = {"cases": results, "bars": speed_targets.check_logprobs(results, setting.device.type)}
     result["models"] = [
@@ -217,7 +241,7 @@ def _segments(device: torch.device, repeats: int) -> dict[str, Any]:
     return result
 
 
-def _step(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str]) -> dict[str, Any]:
+def _step(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str], save: _Save) -> dict[str, Any]:
     hidden, heads = arguments.hidden[0], arguments.heads
     if hidden % heads:
         raise ConfigError(f"--hidden {hidden} can't be divided among --heads {heads}; use a multiple of {heads}")
@@ -234,7 +258,7 @@ def _step(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str])
         repeats=arguments.repeats,
         paths=paths,
         seed=arguments.seed,
-        report=lambda case: print(result_tables.format_step(case), flush=True),
+        report=_case_reporter("step", result_tables.format_step, save),
     )
     longest = step_bench.find_longest_steps(cases[0], setting, memory_limit=limit, paths=paths, seed=arguments.seed)
     print(result_tables.format_longest(longest), flush=True)

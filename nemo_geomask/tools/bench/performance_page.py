@@ -74,7 +74,10 @@ def _logprobs(result: Row) -> str:
 
 
 def _unmeasured(case: Row) -> str:
-    reasons = [f"{row['path']} ({row['reason']})" for row in case["paths"] if row["status"] != "measured"]
+    # An error's first sentence; torch's about memory goes on for lines.
+    reasons = [
+        f"{row['path']} ({row['reason'].partition('. ')[0]})" for row in case["paths"] if row["status"] != "measured"
+    ]
     return f"Not measured: {'; '.join(reasons)}." if reasons else "All paths were measured."
 
 
@@ -169,8 +172,9 @@ def _step(result: Row) -> str:
             blocks.append(f"{case['title']}: {case['error']}.")
             continue
         blocks += [f"{step_title(case)}.", page_table(STEP_COLUMNS, measured_rows(case["paths"])), _unmeasured(case)]
-    longest = result["longest"]
-    return "\n\n".join([*blocks, longest_title(longest), page_table(LONGEST_COLUMNS, measured_rows(longest["paths"]))])
+    if longest := result.get("longest"):  # a run that was interrupted has none
+        blocks += [longest_title(longest), page_table(LONGEST_COLUMNS, measured_rows(longest["paths"]))]
+    return "\n\n".join(blocks)
 
 
 _WRITERS: dict[str, Callable[[Row], str]] = {

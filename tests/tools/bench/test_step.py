@@ -1,5 +1,6 @@
 """``bench step``: every path is held to loops in float64, and the longest sequence to a meter that is known."""
 
+import argparse
 import importlib.util
 import json
 import math
@@ -8,7 +9,8 @@ import pytest
 import torch
 
 from nemo_geomask.cli import main
-from nemo_geomask.tools.bench import command, result_tables, step_bench
+from nemo_geomask.tools.bench import command, performance_page, result_tables, step_bench
+from nemo_geomask.tools.bench.bench_arguments import BENCHMARKS, add_arguments
 from nemo_geomask.tools.bench.paths import Setting, step_paths
 from nemo_geomask.tools.bench.paths.path import Absent
 from nemo_geomask.tools.bench.resource_meters import peak_memory
@@ -215,6 +217,7 @@ def test_command_writes_json_and_says_what_is_absent(tmp_path, capsys):
     written = json.loads(path.read_text())
     assert [case["case"]["tokens"] for case in written["cases"]] == [8, 12]
     assert written["cases"][0]["case"]["dtype"] == "float32"
+    assert written["complete"]
     assert written["longest"]["limit_bytes"] == pytest.approx(1.0)
     printed = capsys.readouterr().out
     assert "T=8, 1 layer, H=8, V=50, float32" in printed
@@ -228,6 +231,23 @@ def test_command_writes_json_and_says_what_is_absent(tmp_path, capsys):
                 assert f"{name}: absent: nemo_rl.distributed.model_utils can't be imported" in printed
             else:
                 assert rows[name]["status"] == "measured"
+
+
+def test_interrupted_command_keeps_the_measured_cases(tmp_path, monkeypatch):
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(step_bench, "find_longest_steps", interrupt)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(KeyboardInterrupt):
+        command.run(parser.parse_args(["step", *TINY_SIZES.split(), "--out", str(tmp_path)]))
+    (path,) = tmp_path.glob("step-*.json")
+    written = json.loads(path.read_text())
+    assert not written["complete"]
+    assert [case["case"]["tokens"] for case in written["cases"]] == [8, 12]
+    page = "".join(f"<!-- {name}: begin -->\n<!-- {name}: end -->\n" for name in BENCHMARKS)
+    assert "T=12, 1 layer" in performance_page.rewrite(page, tmp_path)
 
 
 @pytest.mark.parametrize(
