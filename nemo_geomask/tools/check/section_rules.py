@@ -116,9 +116,7 @@ def _collect_declared_keys(value_type: ValueType, section: str, keys: KeysBySect
 
 def _unknown_keys(facts: RecipeFacts) -> Iterator[UnknownKey]:
     assert facts.nemo_rl is not None
-    example_keys = known_keys(facts.nemo_rl)
-    if not example_keys:
-        return
+    declared = _declared_keys(facts.nemo_rl)
     inherited: KeysBySection = {"": {"defaults", _LOSS}}
     for path, text in nemo_rl_files(facts).items():
         _collect_keys(load_yaml(text, path), "", inherited)
@@ -129,9 +127,16 @@ def _unknown_keys(facts: RecipeFacts) -> Iterator[UnknownKey]:
     foreign_sections -= {*(recipe_section.fields if recipe_section else foreign_sections), *inherited[""]}
     for key, origin in user_keys(facts):
         section, _, name = re.sub(r"\[\d+\]", "[]", key).rpartition(".")
-        names = {*example_keys.get(section, ()), *inherited.get(section, ())} - (set() if section else foreign_sections)
-        # A key that begins with an underscore is an instruction to the YAML loader.
-        if names and name not in names and not name.endswith("]") and not name.startswith("_"):
+        # The schema of loss_fn reports its keys. An underscore begins an instruction to the YAML loader.
+        if section.partition(".")[0] == _LOSS or name.startswith("_"):
+            continue
+        foreign = set() if section else foreign_sections
+        if name in {*declared.get(section, ()), *inherited.get(section, ())} - foreign:
+            continue
+        # Only now, since reading all example configs takes longer than all other rules together.
+        known = known_keys(facts.nemo_rl)
+        names = {*known.get(section, ()), *inherited.get(section, ())} - foreign
+        if known and names and name not in names and not name.endswith("]"):
             yield UnknownKey(key, origin, names)
 
 
@@ -172,8 +177,7 @@ def _unknown_key(facts: RecipeFacts) -> Iterator[Hit]:
     for key, origin, known_names in _unknown_keys(facts):
         section, _, name = key.rpartition(".")
         is_inside = any(key.startswith((f"{outer}.", f"{outer}[")) for outer in unknown_sections)
-        # GM004 and GM005 report sections, and the schema of loss_fn reports its keys.
-        if not section or is_inside or section.partition(".")[0] == _LOSS:
+        if not section or is_inside:  # GM004 and GM005 report sections
             continue
         guess = _correct_spelling(name, known_names)
         # A section that no class declares, such as one of keyword arguments, may have any key.

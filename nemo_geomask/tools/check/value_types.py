@@ -67,9 +67,11 @@ class Scalar(ValueType):
             return value in (0, 1) if isinstance(value, int | float) else str(value).lower() in _BOOLEAN_TEXTS
         if not isinstance(value, int | float | str):
             return False
+        if self.name == "int" and isinstance(value, int):
+            return True
         try:
             number = float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             return False
         return self.name == "float" or number.is_integer()
 

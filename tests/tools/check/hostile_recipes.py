@@ -211,6 +211,7 @@ STRANGE: dict[str, str] = {
     "policy: {train_global_batch_size: .nan, max_total_sequence_length: -.inf, generation: {temperature: .nan}}\n",
     "large sizes": "grpo: {num_prompts_per_step: 1" + "0" * 400 + "}\nloss_fn: {name: gspo}\n"
     "policy: {megatron_cfg: {enabled: true, tensor_model_parallel_size: 1" + "0" * 400 + "}}\n",
+    "large number": "grpo: {max_num_steps: 1" + "0" * 400 + "}\nloss_fn: {name: gspo}\n",
     "negative sizes": "grpo: {num_prompts_per_step: -1}\nloss_fn: {name: gspo}\n"
     "cluster: {gpus_per_node: -8, num_nodes: 0}\n"
     "policy: {megatron_cfg: {enabled: true, tensor_model_parallel_size: -2, pipeline_model_parallel_size: 0}}\n",

@@ -13,6 +13,38 @@ pytest.importorskip("hydra", reason="recipes are read through omegaconf and hydr
 IMPORTED_BEFORE = ("hydra._internal.config_loader_impl", "omegaconf", "nemo_geomask.cli.check")
 MAX_CPU_SECONDS = 5
 MAX_BYTES = 2**30
+CLASSES = {
+    "nemo_rl/algorithms/grpo.py": """
+from nemo_rl.models.policy import PolicyConfig
+
+class MasterConfig(BaseModel):
+    grpo: GRPOConfig
+    policy: PolicyConfig
+    cluster: ClusterConfig
+
+
+class GRPOConfig(TypedDict):
+    num_prompts_per_step: int
+    max_num_steps: float
+
+
+class ClusterConfig(TypedDict):
+    gpus_per_node: int
+    num_nodes: int
+""",
+    "nemo_rl/models/policy/__init__.py": """
+class PolicyConfig(TypedDict):
+    model_name: str
+    megatron_cfg: MegatronConfig
+    generation: dict[str, Any]
+
+
+class MegatronConfig(TypedDict):
+    enabled: Literal[True]
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: float
+""",
+}
 
 
 def write(folder, recipe):
@@ -52,14 +84,31 @@ def test_a_malformed_recipe_is_one_error(commands, tmp_path, recipe):
     assert refusal(commands, write(tmp_path, recipe)).startswith("nemo-geomask: error: ")
 
 
+@pytest.fixture(params=["no NeMo-RL", "NeMo-RL"])
+def nemo_rl(request, tmp_path_factory, monkeypatch):
+    """No NeMo-RL, and one whose classes declare the types of some keys."""
+    if request.param == "no NeMo-RL":
+        monkeypatch.delenv("NEMO_RL_ROOT", raising=False)
+        return
+    root = tmp_path_factory.mktemp("RL")
+    for module, classes in CLASSES.items():
+        (root / module).parent.mkdir(parents=True, exist_ok=True)
+        (root / module).write_text(classes)
+    (root / "examples/configs").mkdir(parents=True)
+    (root / "examples/configs/grpo.yaml").write_text("grpo: {num_prompts_per_step: 1}\nloss_fn: {}\n")
+    monkeypatch.setenv("NEMO_RL_ROOT", str(root))
+
+
 @pytest.mark.parametrize("output_format", ["text", "json"])
 @pytest.mark.parametrize("recipe", STRANGE.values(), ids=STRANGE)
+@pytest.mark.usefixtures("nemo_rl")
 def test_a_strange_recipe_is_judged(tmp_path, capsys, recipe, output_format):
     assert main(["check", str(write(tmp_path, recipe)), "--format", output_format]) in (0, 2)
     assert "".join(capsys.readouterr()) != ""
 
 
-def test_a_limit_is_raised_by_its_option(tmp_path, capsys):
+def test_a_limit_is_raised_by_its_option(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("NEMO_RL_ROOT", raising=False)  # it requires more sections than this recipe has
     path = write(tmp_path, f"a: {'[' * 110}{']' * 110}\ngrpo: {{}}\nloss_fn: {{name: clipped_pg}}\n")
     assert main(["check", str(path)]) == 2
     assert "--limit nesting=NUMBER" in capsys.readouterr().err
