@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +25,7 @@ from nemo_geomask.tools.probe.scored_arms import BASE
 from nemo_geomask.tools.probe.start_store import Launcher, StartStore
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch, mismatch_switches
 
-__all__ = ["COMMON_SETTINGS", "ProbeResult", "choose_switches", "prepare_folder", "probe"]
-
-_MARK = "probe.json"
-"""File by which a probe's folder is recognised; it holds recipe and overrides."""
+__all__ = ["COMMON_SETTINGS", "ProbeResult", "choose_switches", "probe"]
 
 COMMON_SETTINGS: Mapping[str, Any] = {
     # Replays need the processor in all arms: with a processor, recent vLLM uses another model runner.
@@ -83,37 +79,6 @@ class ProbeResult:
     def faults(self) -> tuple[FreeCheck, ...]:
         """Checks that found a fault."""
         return tuple(check for check in self.checks if check.outcome == "fault")
-
-
-def prepare_folder(
-    folder: Path, recipe: str | Path, overrides: Sequence[str], sizes: Sequence[int], *, resume: bool
-) -> None:
-    """Make the folder of a probe, or check that it holds the same one.
-
-    Args:
-        folder: the folder.
-        recipe: path of the recipe.
-        overrides: overrides of the recipe.
-        sizes: numbers of prompts, of responses to each, and of processes that train.
-        resume: go on with the probe in the folder.
-
-    Raises:
-        ConfigError: the folder holds something else, another probe, or a probe that is not to be resumed.
-    """
-    description = {"recipe": str(Path(recipe).resolve()), "overrides": list(overrides), "sizes": list(sizes)}
-    mark = folder / _MARK
-    if mark.is_file():
-        stored = json.loads(mark.read_text(encoding="utf-8"))
-        if not resume:
-            raise ConfigError(f"--out: {folder} holds a probe; give --resume to go on with it, or another folder")
-        if stored != description:
-            changed = ", ".join(key for key in description if stored.get(key) != description[key])
-            raise ConfigError(f"--resume: the probe in {folder} has other {changed}; give another folder to --out")
-        return
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"--out: {folder} is not empty and holds no probe; choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    mark.write_text(json.dumps(description), encoding="utf-8")
 
 
 def choose_switches(
@@ -193,7 +158,7 @@ def probe(
         switches: switches to try.
         untried_rows: rows of switches that can't be tried.
         values: the recipe's values by dotted key.
-        folder: folder of the probe, as :func:`prepare_folder` makes it.
+        folder: folder of the probe, as :func:`nemo_geomask.tools.probe.probe_folder.prepare_folder` makes it.
         prompts: number of prompts; half of them confirm what the other half shows.
         generations: responses to each prompt.
         budget: seconds after which no further start is begun.

@@ -8,7 +8,7 @@ import pytest
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.probe.free_checks import FreeCheck
 from nemo_geomask.tools.probe.probe_report import as_json, as_text, recipe_lines, sentence, write_html
-from nemo_geomask.tools.probe.probe_run import choose_switches, prepare_folder, probe
+from nemo_geomask.tools.probe.probe_run import choose_switches, probe
 from nemo_geomask.tools.probe.resolved_settings import flatten
 from nemo_geomask.tools.shared.json_output import to_json
 from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
@@ -60,20 +60,6 @@ def test_switches_are_named_by_id_or_group():
     assert set(choose(names=["engine scheduling"])[0]) == {"prefix_caching", "chunked_prefill", "async_scheduling"}
     with pytest.raises(ConfigError, match="there is no switch or group 'precison'"):
         choose(names=["precison"])
-
-
-def test_a_folder_belongs_to_one_probe(tmp_path):
-    folder = tmp_path / "out"
-    prepare_folder(folder, "a.yaml", ["x=1"], (24, 2), resume=False)
-    with pytest.raises(ConfigError, match="give --resume"):
-        prepare_folder(folder, "a.yaml", ["x=1"], (24, 2), resume=False)
-    prepare_folder(folder, "a.yaml", ["x=1"], (24, 2), resume=True)
-    with pytest.raises(ConfigError, match="has other overrides"):
-        prepare_folder(folder, "a.yaml", ["x=2"], (24, 2), resume=True)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="holds no probe"):
-        prepare_folder(tmp_path / "mine", "a.yaml", [], (24, 2), resume=False)
 
 
 @pytest.fixture(scope="module")
