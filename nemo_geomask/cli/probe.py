@@ -139,12 +139,13 @@ def probe_recipe(
         ConfigError: the recipe can't be probed, or the folder holds something else.
         EngineError: the recipe can't be scored with its own settings.
     """
-    from nemo_geomask.tools.probe.probe_folder import describe_probe, prepare_folder
+    from nemo_geomask.recipe import read_recipe
+    from nemo_geomask.tools.probe.probe_folder import describe_probe, dotted_settings, prepare_folder
     from nemo_geomask.tools.probe.probe_run import BATCH_TOKENS, choose_switches, probe
     from nemo_geomask.tools.probe.scoring_job import FUNCTION
     from nemo_geomask.tools.rehearse.hosted_job import reads_key, values_in_force
     from nemo_geomask.tools.rehearse.job_session import JobSession
-    from nemo_geomask.tools.rehearse.rehearsal import has_gpus, nemo_rl_checkout
+    from nemo_geomask.tools.rehearse.rehearsal import device_names, has_gpus, nemo_rl_checkout
     from nemo_geomask.tools.rehearse.supervision import signals_as_exceptions
     from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
 
@@ -165,8 +166,10 @@ def probe_recipe(
         trainer="megatron" if values.get("policy.megatron_cfg.enabled") else "dtensor",
         has_gpus=has_gpus(),
     )
-    description = describe_probe(recipe, overrides, (prompts, _GENERATIONS, ranks), nemo_rl_checkout())
-    prepare_folder(folder, description, resume=resume)
+    own = dotted_settings(read_recipe(recipe, overrides, leave=("data", "env")).data)
+    in_force, _ = values_in_force(recipe, overrides, own, ranks=ranks)
+    sizes = (prompts, _GENERATIONS, ranks)
+    prepare_folder(folder, describe_probe(own, in_force, sizes, nemo_rl_checkout(), device_names()), resume=resume)
     workers = JobSession(recipe, overrides, FUNCTION, folder=folder / "work", ranks=ranks, timeout=timeout)
     with signals_as_exceptions(), contextlib.closing(workers):
         return probe(

@@ -106,7 +106,7 @@ def merge_shards(statistics: Tensor, targets: Targets, shards: VocabShards, opti
     if options.entropy:
         entropy = torch.where(is_counted, torch.where(sum_exp == 0, torch.nan, entropy), 0.0)
     if group is None:
-        # Read last: a GPU works through these launches while the host waits, and does not wait for the backward pass.
+        # Read last: these launches then keep the GPU busy while the host waits, and launches the backward pass.
         must_raise = targets.has_problem()
     # Raised last: no rank raises before it has taken part in all collectives of the others, which may not validate.
     if must_raise:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,8 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     setting = Setting(device, kernel=arguments.kernel or "auto")
 
-    def save(benchmark: str, result: Mapping[str, Any]) -> Path | None:
-        return arguments.out and result_files.write_result(arguments.out, benchmark, result, device)
+    def save_cases(benchmark: str, cases: Sequence[Mapping[str, Any]]) -> None:
+        if arguments.out is not None:
+            result_files.write_result(arguments.out, benchmark, machine, {"cases": cases}, partial=True)
 
     machine = result_files.describe_machine(device)
     print(
@@ -82,12 +82,12 @@ def run(arguments: argparse.Namespace) -> int:
     )
     runs: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "logprobs": lambda options: _logprobs(
-            options, setting, [path for path in PATHS if path.name in path_names["logprobs"]], save
+            options, setting, [path for path in PATHS if path.name in path_names["logprobs"]], save_cases
         ),
-        "linear": lambda options: _linear(options, setting, path_names["linear"], save),
+        "linear": lambda options: _linear(options, setting, path_names["linear"], save_cases),
         "loss": lambda options: _loss(options, setting),
         "segments": lambda options: _segments(device, options.repeats),
-        "step": lambda options: _step(options, setting, path_names["step"], save),
+        "step": lambda options: _step(options, setting, path_names["step"], save_cases),
     }
     for benchmark in [arguments.benchmark] if arguments.benchmark else BENCHMARKS:
         try:
@@ -96,8 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{benchmark}: absent: {reason}\n")
             result = {"status": "absent", "reason": str(reason)}
         print(result_tables.format_targets(result.get("bars", [])), flush=True)
-        if written := save(benchmark, {"complete": True, **result}):
-            print(f"{written}\n")
+        if arguments.out is not None:
+            print(f"{result_files.write_result(arguments.out, benchmark, machine, result)}\n")
     setting.close()
     return 0
 
@@ -136,11 +136,11 @@ def _scale(arguments: argparse.Namespace) -> int:
     return 0
 
 
-_Save = Callable[[str, Mapping[str, Any]], object]
+_SaveCases = Callable[[str, Sequence[Mapping[str, Any]]], None]
 
 
 def _case_reporter(
-    benchmark: str, format_case: Callable[[dict[str, Any]], str], save: _Save
+    benchmark: str, format_case: Callable[[dict[str, Any]], str], save_cases: _SaveCases
 ) -> Callable[[dict[str, Any]], None]:
     """Return a function that prints a case and saves all cases so far, so that an interrupted run keeps them."""
     cases: list[dict[str, Any]] = []
@@ -148,12 +148,14 @@ def _case_reporter(
     def report(case: dict[str, Any]) -> None:
         print(format_case(case), flush=True)
         cases.append(case)
-        save(benchmark, {"complete": False, "cases": cases})
+        save_cases(benchmark, cases)
 
     return report
 
 
-def _linear(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str], save: _Save) -> dict[str, Any]:
+def _linear(
+    arguments: argparse.Namespace, setting: Setting, paths: Sequence[str], save_cases: _SaveCases
+) -> dict[str, Any]:
     fields: dict[str, Sequence[Any]] = {
         "dtype": arguments.dtypes,
         "fraction": arguments.fractions,
@@ -172,7 +174,7 @@ def _linear(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str
         repeats=arguments.repeats,
         paths=paths,
         seed=arguments.seed,
-        report=_case_reporter("linear", result_tables.format_linear, save),
+        report=_case_reporter("linear", result_tables.format_linear, save_cases),
     )
     collectives = traffic.count_linear_collectives(paths)
     print(result_tables.format_collectives(collectives))
@@ -184,7 +186,7 @@ def _linear(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str
 
 
 def _logprobs(
-    arguments: argparse.Namespace, setting: Setting, paths: Sequence[LogprobPath], save: _Save
+    arguments: argparse.Namespace, setting: Setting, paths: Sequence[LogprobPath], save_cases: _SaveCases
 ) -> dict[str, Any]:
     cases = logprob_bench.sweep(
         tokens=arguments.tokens,
@@ -203,7 +205,7 @@ def _logprobs(
         repeats=arguments.repeats,
         paths=paths,
         seed=arguments.seed,
-        report=_case_reporter("logprobs", result_tables.format_logprobs, save),
+        report=_case_reporter("logprobs", result_tables.format_logprobs, save_cases),
     )
     result: dict[str, Any] = {"cases": results, "bars": speed_targets.check_logprobs(results, setting.device.type)}
     result["models"] = [
@@ -241,7 +243,9 @@ def _segments(device: torch.device, repeats: int) -> dict[str, Any]:
     return result
 
 
-def _step(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str], save: _Save) -> dict[str, Any]:
+def _step(
+    arguments: argparse.Namespace, setting: Setting, paths: Sequence[str], save_cases: _SaveCases
+) -> dict[str, Any]:
     hidden, heads = arguments.hidden[0], arguments.heads
     if hidden % heads:
         raise ConfigError(f"--hidden {hidden} can't be divided among --heads {heads}; use a multiple of {heads}")
@@ -258,7 +262,7 @@ def _step(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str],
         repeats=arguments.repeats,
         paths=paths,
         seed=arguments.seed,
-        report=_case_reporter("step", result_tables.format_step, save),
+        report=_case_reporter("step", result_tables.format_step, save_cases),
     )
     longest = step_bench.find_longest_steps(cases[0], setting, memory_limit=limit, paths=paths, seed=arguments.seed)
     print(result_tables.format_longest(longest), flush=True)

@@ -172,9 +172,8 @@ def _step(result: Row) -> str:
             blocks.append(f"{case['title']}: {case['error']}.")
             continue
         blocks += [f"{step_title(case)}.", page_table(STEP_COLUMNS, measured_rows(case["paths"])), _unmeasured(case)]
-    if longest := result.get("longest"):  # a run that was interrupted has none
-        blocks += [longest_title(longest), page_table(LONGEST_COLUMNS, measured_rows(longest["paths"]))]
-    return "\n\n".join(blocks)
+    longest = result["longest"]
+    return "\n\n".join([*blocks, longest_title(longest), page_table(LONGEST_COLUMNS, measured_rows(longest["paths"]))])
 
 
 _WRITERS: dict[str, Callable[[Row], str]] = {

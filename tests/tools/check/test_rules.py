@@ -1465,6 +1465,19 @@ class TestUnknownKeys:
         path.write_text(own, encoding="utf-8")
         assert [found.rule.id for found in check(RecipeFacts(read_recipe(path), None)).findings] == ["GM005", "GM006"]
 
+    def test_the_examples_are_only_read_for_a_key_that_is_declared_nowhere(self, tmp_path, monkeypatch):
+        root = checkout(tmp_path / "RL", NEWEST, CLASSES)
+        monkeypatch.setattr(recipes, "nemo_rl_root", lambda: root)
+        broken = root / "examples" / "configs" / "broken.yaml"
+        broken.write_text("a: [", encoding="utf-8")
+        path = tmp_path / "recipe.yaml"
+        own = "grpo: {}\nloss_fn: {name: gspo}\npolicy: {train_micro_batch_size: 1, precision: a, names: [a, b]"
+        path.write_text(f"{own}}}\n", encoding="utf-8")
+        check(RecipeFacts(read_recipe(path), None))
+        path.write_text(f"{own}, other: 1}}\n", encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"broken.yaml: not valid YAML"):
+            check(RecipeFacts(read_recipe(path), None))
+
     def test_an_example_that_cannot_be_read_is_named(self, findings, tmp_path):
         path = tmp_path / "broken.yaml"
         path.write_text("a: [", encoding="utf-8")
