@@ -19,7 +19,7 @@ _COURSE_EVERY = 20  # steps between the columns of the primary comparison's cour
 
 
 def comparison_tables(comparison: TunedComparison) -> str:
-    """Return the primary result and seven Markdown tables, each with a line that says what its numbers are."""
+    """Return the primary result and up to seven Markdown tables, each with a line that says what its numbers are."""
     choice, primary = comparison.choice, comparison.primary
     count = len(comparison.regime.confirmation_seeds)
     return "\n\n".join(
@@ -43,10 +43,16 @@ def comparison_tables(comparison: TunedComparison) -> str:
             "Question 2, without tuning the learning rate: the same over all rates, minus "
             f"{comparison.regime.baseline}:",
             _difference_table(comparison.over_rates),
-            f"The same, minus {choice.alternative}:",
-            _difference_table(comparison.against_alternative),
+            *_against_alternative(comparison),
         )
     )
+
+
+def _against_alternative(comparison: TunedComparison) -> list[str]:
+    alternative = comparison.choice.alternative
+    if alternative == comparison.regime.baseline:
+        return []  # the table before has the same differences
+    return [f"The same, minus {alternative}:", _difference_table(comparison.against_alternative)]
 
 
 def _reward_table(comparison: TunedComparison) -> str:

@@ -348,6 +348,60 @@ def test_the_published_tables_are_the_datas(tmp_path, monkeypatch):
     assert rewrite_tables(tmp_path, regimes) == page.read_text(encoding="utf-8")
 
 
+def test_what_the_pages_say_of_stale_samples():
+    page, readme = (
+        " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        for name in ("docs/background/evidence.md", "README.md")
+    )
+    plan = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")["stale"]
+    found = compare_tuned_runs(load_tuned_runs(ROOT / "docs" / "evidence" / "tuned" / "stale.parquet"), plan)
+    primary = found.primary
+    assert (found.choice.correction, found.choice.alternative) == ("token weight", "none")
+    assert primary.verdict == "not detected"
+    low, high = primary.interval
+    higher = sum(value > 0 for value in primary.by_seed.values())
+    assert (
+        f"is {primary.mean:.3f} higher ({low:.3f} to +{high:.3f}) over 16 seeds, and higher on {higher} of them" in page
+    )
+    assert f"both tuned: {primary.mean:.3f} ({low:.3f} to {high:.3f}) over 16 seeds" in readme
+    added = fmean(value for seed, value in primary.by_seed.items() if seed not in plan.confirmation_seeds)
+    assert f"it is {-added:.3f} lower" in page
+    rows = {(measure, row.variant): row for measure, answers in found.answers.items() for row in answers}
+    gains = {key for key, row in rows.items() if row.verdict == "gain"}
+    assert gains == {
+        ("tuned against tuned", "token weight"),
+        ("mean over the learning rates", "token weight"),
+        ("worst learning rate", "token weight"),
+        ("mean over the learning rates", "IcePop"),
+    }
+
+    def said(measure, variant):
+        row = rows[measure, variant]
+        return f"{row.mean:.3f} ({row.interval[0]:.3f} to {row.interval[1]:.3f})"
+
+    tuned = rows["tuned against tuned", "token weight"]
+    assert f"{tuned.mean:.3f} higher** ({tuned.interval[0]:.3f} to {tuned.interval[1]:.3f}), on nine of ten" in page
+    for measure in ("mean over the learning rates", "worst learning rate"):
+        assert f"by {said(measure, 'token weight')}" in page
+    assert f"a token weight gained {said('mean over the learning rates', 'token weight')}" in readme
+    icepop = said("mean over the learning rates", "IcePop").replace(" (", " higher (")
+    assert f"IcePop's mean over the rates is {icepop}" in page
+    grid = {
+        variant: {rate: fmean(run.reward for run in by_seed.values()) for rate, by_seed in by_rate.items()}
+        for variant, by_rate in found.grid.items()
+    }
+    assert (found.choice.bounds["none"], found.choice.rates["none"]) == ("0.1 and 0.14", 2e-3)
+    assert f"0.1 and 0.14 at 2e-3, it reaches {grid['none'][2e-3]:.3f}" in page
+    highest = max(value for variant, by_rate in grid.items() if variant != "none" for value in by_rate.values())
+    assert f"The highest mean of a correction is {highest:.3f}" in page
+    at_4e3 = "{token weight:.3f} with the token weight, {IcePop:.3f} with IcePop, {OPSM:.3f} with OPSM, "
+    at_4e3 += "{geometric:.3f} with the geometric mask and {none:.3f} without a correction"
+    assert at_4e3.format_map({variant: by_rate[4e-3] for variant, by_rate in grid.items()}) in page
+    runs = [run.curves for by_rate in found.grid.values() for by_seed in by_rate.values() for run in by_seed.values()]
+    assert len(runs) == 200
+    assert not any(map(has_died, runs))
+
+
 def test_what_the_page_says_of_the_step_size():
     page = " ".join((ROOT / "docs" / "background" / "evidence.md").read_text(encoding="utf-8").split())
     plan = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")["step_size"]
