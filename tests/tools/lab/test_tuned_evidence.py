@@ -7,13 +7,13 @@ import itertools
 import math
 import shutil
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import pytest
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.evidence_columns import EVIDENCE_SPECS, figure_look, figure_name
-from nemo_geomask.tools.lab.outcome import has_died
+from nemo_geomask.tools.lab.outcome import has_collapsed, has_died
 from nemo_geomask.tools.lab.run_store import RunCurves
 from nemo_geomask.tools.lab.tuned_choice import Cell, TunedRun, choose, choose_bounds, choose_rates
 from nemo_geomask.tools.lab.tuned_comparison import compare_tuned_runs, differences
@@ -28,6 +28,7 @@ from nemo_geomask.tools.lab.tuned_evidence import (
 )
 from nemo_geomask.tools.lab.tuned_regimes import Regime, TunedVariant, read_regimes
 from nemo_geomask.tools.lab.tuned_tables import comparison_tables
+from nemo_geomask.tools.shared.intervals import mean_interval
 
 ROOT = Path(__file__).parents[3]
 RATES, SEARCH, CONFIRM, PRIMARY = (1e-3, 2e-3), (1, 2), tuple(range(301, 311)), tuple(range(301, 317))
@@ -364,42 +365,52 @@ def test_what_the_pages_say_of_stale_samples():
         f"is {primary.mean:.3f} higher ({low:.3f} to +{high:.3f}) over 16 seeds, and higher on {higher} of them" in page
     )
     assert f"both tuned: {primary.mean:.3f} ({low:.3f} to {high:.3f}) over 16 seeds" in readme
-    added = fmean(value for seed, value in primary.by_seed.items() if seed not in plan.confirmation_seeds)
-    assert f"it is {-added:.3f} lower" in page
+    added = [value for seed, value in primary.by_seed.items() if seed not in plan.confirmation_seeds]
+    below, above = mean_interval(added)
+    assert f"it is {-fmean(added):.3f} lower ({below:.3f} to +{above:.3f})" in page
+    assert 0.8 * stdev(primary.by_seed.values()) == pytest.approx(0.05, abs=0.003)
     rows = {(measure, row.variant): row for measure, answers in found.answers.items() for row in answers}
-    gains = {key for key, row in rows.items() if row.verdict == "gain"}
-    assert gains == {
+    assert {key for key, row in rows.items() if row.verdict == "gain"} == {
         ("tuned against tuned", "token weight"),
         ("mean over the learning rates", "token weight"),
         ("worst learning rate", "token weight"),
         ("mean over the learning rates", "IcePop"),
     }
 
-    def said(measure, variant):
+    def said(measure, variant, words=""):
         row = rows[measure, variant]
-        return f"{row.mean:.3f} ({row.interval[0]:.3f} to {row.interval[1]:.3f})"
+        return f"{row.mean:.3f} {words}({row.interval[0]:.3f} to {row.interval[1]:.3f})"
 
-    tuned = rows["tuned against tuned", "token weight"]
-    assert f"{tuned.mean:.3f} higher** ({tuned.interval[0]:.3f} to {tuned.interval[1]:.3f}), on nine of ten" in page
-    for measure in ("mean over the learning rates", "worst learning rate"):
-        assert f"by {said(measure, 'token weight')}" in page
-    assert f"a token weight gained {said('mean over the learning rates', 'token weight')}" in readme
-    icepop = said("mean over the learning rates", "IcePop").replace(" (", " higher (")
-    assert f"IcePop's mean over the rates is {icepop}" in page
+    assert f"the token weight is {said('tuned against tuned', 'token weight', 'higher ')}, which counts" in page
+    assert f"over the four rates by {said('mean over the learning rates', 'token weight')}" in page
+    assert f"at the worst rate by {said('worst learning rate', 'token weight')}" in page
+    assert f"a token weight was {said('mean over the learning rates', 'token weight')} higher on ten" in readme
+    assert f"mean over the rates is {said('mean over the learning rates', 'IcePop', 'higher ')}" in page
+    assert set(found.choice.worst_rates.values()) == {5e-4}
     grid = {
         variant: {rate: fmean(run.reward for run in by_seed.values()) for rate, by_seed in by_rate.items()}
         for variant, by_rate in found.grid.items()
     }
-    assert (found.choice.bounds["none"], found.choice.rates["none"]) == ("0.1 and 0.14", 2e-3)
-    assert f"0.1 and 0.14 at 2e-3, it reaches {grid['none'][2e-3]:.3f}" in page
-    highest = max(value for variant, by_rate in grid.items() if variant != "none" for value in by_rate.values())
-    assert f"The highest mean of a correction is {highest:.3f}" in page
-    at_4e3 = "{token weight:.3f} with the token weight, {IcePop:.3f} with IcePop, {OPSM:.3f} with OPSM, "
-    at_4e3 += "{geometric:.3f} with the geometric mask and {none:.3f} without a correction"
-    assert at_4e3.format_map({variant: by_rate[4e-3] for variant, by_rate in grid.items()}) in page
-    runs = [run.curves for by_rate in found.grid.values() for by_seed in by_rate.values() for run in by_seed.values()]
-    assert len(runs) == 200
-    assert not any(map(has_died, runs))
+    none, weight = grid["none"], grid["token weight"]
+    assert all(weight[rate] > none[rate] for rate in plan.learning_rates)
+    assert f"most at 4e-3 ({weight[4e-3]:.3f} against {none[4e-3]:.3f})" in page
+    assert max(plan.learning_rates, key=lambda rate: weight[rate] - none[rate]) == 4e-3
+    assert (found.choice.bounds["none"], found.choice.rates["none"], found.choice.rates["token weight"]) == (
+        "0.1 and 0.14",
+        2e-3,
+        4e-3,
+    )
+    assert f"{none[2e-3]:.3f} at a clip of 0.1 and 0.14 and 2e-3" in page
+    by_rate = found.grid["none"]
+    lower = [by_rate[2e-3][seed].reward - by_rate[4e-3][seed].reward for seed in plan.confirmation_seeds]
+    below, above = mean_interval(lower)
+    assert f"2e-3 exceeds 4e-3 by {fmean(lower):.3f} ({below:.3f} to +{above:.3f})" in page
+    for variant, by_rate in found.grid.items():
+        for by_seed in by_rate.values():
+            runs = [run.curves for run in by_seed.values()]
+            assert fmean(fmean(run.series("reward")[-10:]) - fmean(run.series("reward")[-20:-10]) for run in runs) > 0
+            assert not any(has_died(run) or has_collapsed(run.series("reward")) for run in runs), variant
+    assert sum(len(by_seed) for by_rate in found.grid.values() for by_seed in by_rate.values()) == 200
 
 
 def test_what_the_page_says_of_the_step_size():
