@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,12 @@ EAGER_CALLS = {"cuda": 2}
 
 Compiling a loss that is called once or twice takes longer than it saves. On a CPU this holds for every loss: compiling
 takes a minute and saves milliseconds a call."""
+
+# torch keeps a limited number of graphs of a function. Without isolation, all losses of a process share that number,
+# and with them everything else that compiles a functools.partial. Older versions of torch have no isolation.
+_SETTINGS: dict[str, Any] = {"fullgraph": True, "dynamic": True}
+if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+    _SETTINGS["isolate_recompiles"] = True
 
 Pass = Callable[..., tuple[Tensor, Tensor]]
 """Function of a :class:`RawBatch` and further arguments that returns the loss and the values of the metrics."""
@@ -91,6 +98,7 @@ class CompiledPass:
         self._mode = mode
         self._name = name
         self._has_failed = False
+        self._has_warned = False
         self._calls = 0
         self._graphs: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
@@ -100,8 +108,8 @@ class CompiledPass:
             if not self._compiles_on(raw.curr.device):
                 return self._function(raw, *args)
             self._graphs = (
-                torch.compile(self._function, fullgraph=True, dynamic=True),
-                torch.compile(functools.partial(loss_and_gradient, self._function), fullgraph=True, dynamic=True),
+                torch.compile(self._function, **_SETTINGS),
+                torch.compile(functools.partial(loss_and_gradient, self._function), **_SETTINGS),
             )
         without_gradient, with_gradient = self._graphs
         requires_grad = any(value.requires_grad for value in raw.differentiable_inputs)
@@ -114,7 +122,7 @@ class CompiledPass:
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
             if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
-                # torch keeps a limited number of graphs, and this batch would need another one.
+                self._warn_of_limit()
                 return self._function(raw, *args)
             if self._mode is True:
                 raise
@@ -137,6 +145,16 @@ class CompiledPass:
             return False
         self._calls += 1
         return self._calls > eager_calls
+
+    def _warn_of_limit(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "loss_fn.compile, loss '%s': a batch of this kind needs one more graph than the %d that torch keeps, "
+                "and is not compiled; raise torch._dynamo.config.recompile_limit, or set loss_fn.compile: false",
+                self._name,
+                torch._dynamo.config.recompile_limit,
+            )
 
     def _log_once(self, choice: str) -> None:
         if not self.choice:

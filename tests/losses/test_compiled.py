@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import pickle
 from typing import Any
@@ -287,7 +288,7 @@ class TestChoice:
         assert copy(self.RAW).item() == 2
         assert copy.choice == "compiled as one graph"
 
-    def test_one_kind_of_batch_too_many_runs_as_it_is(self, monkeypatch):
+    def test_one_kind_of_batch_too_many_runs_as_it_is_and_says_so(self, monkeypatch, caplog):
         def compiler(function, **settings):
             def graph(raw):
                 raise torch._dynamo.exc.FailOnRecompileLimitHit("8")
@@ -295,7 +296,25 @@ class TestChoice:
             return graph
 
         monkeypatch.setattr(torch, "compile", compiler)
-        assert CompiledPass(_one_more, True, "gspo")(self.RAW).item() == 2
+        function = CompiledPass(_one_more, True, "gspo")
+        with caplog.at_level(logging.WARNING, logger="nemo_geomask"):
+            assert [function(self.RAW).item() for _ in range(3)] == [2, 2, 2]
+        (record,) = caplog.records
+        assert (
+            "loss 'gspo': a batch of this kind needs one more graph than the 8 that torch keeps" in record.getMessage()
+        )
+
+    @pytest.mark.skipif(
+        "isolate_recompiles" not in inspect.signature(torch.compile).parameters,
+        reason="this torch can't isolate losses",
+    )
+    def test_many_losses_in_a_process_are_all_compiled(self, monkeypatch, caplog):
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+        batch = batches.rollouts(1)
+        with caplog.at_level(logging.WARNING, logger="nemo_geomask"):
+            for count in range(torch._dynamo.config.recompile_limit + 2):
+                batches.evaluate(build_loss({"compile": True, "ratio_clip_max": 0.2 + 0.01 * count}), batch)
+        assert not [record for record in caplog.records if record.name == "nemo_geomask"]
 
     def test_true_does_not_hide_a_failure(self):
         def breaks(raw):

@@ -33,6 +33,7 @@ from nemo_geomask.tools.bench.traffic import uneven_offsets
 
 __all__ = ["benchmark"]
 
+_GRAPHS = 64  # of all compiled losses
 _COMPILED = ("clipped_pg", "clipped_pg, token weights", "gspo", "gspo, sequence_mean weights, geometric mask")
 _MEAN_LENGTH = 2048  # tokens of a sequence in a packed row of logits
 _ALONE = "log-probs alone"  # candidate without a loss, with which the others are compared
@@ -58,6 +59,9 @@ def benchmark(
     """
     import_peer("pydantic")
     clock = Clock(setting.device, preallocated_bytes=4 * case.elements * case.dtype.itemsize)
+    if compiled:
+        # One process compiles more losses than torch keeps graphs of a function by default.
+        torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
     on_logprobs = _on_logprobs(setting, clock, rows, length, _COMPILED if compiled else (), repeats, seed)
     result = {"rows": rows, "length": length, "on_logprobs": on_logprobs}
     result["skewed"] = measure_packing(setting, clock, compiled, repeats, seed)
