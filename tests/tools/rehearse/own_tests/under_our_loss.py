@@ -11,9 +11,16 @@ import nemo_geomask.tools.rehearse.cpu_shims
 nemo_geomask.tools.rehearse.cpu_shims.register()  # before torch is imported
 
 
+built = []
+"""Configurations of the losses that the tests have built."""
+
+
 def pytest_configure(config):
-    import nemo_geomask
+    from nemo_rl.algorithms import loss
+    from nemo_rl.algorithms.loss import loss_functions
+
     from nemo_geomask.hosts.nemo_rl import loss_block
+    from nemo_geomask.hosts.nemo_rl.geomask_setup import build_nemo_rl_loss
 
     plain_settings = loss_block.plain_settings
 
@@ -22,7 +29,18 @@ def pytest_configure(config):
         return settings if settings.get("name") else {**settings, "name": "clipped_pg"}
 
     loss_block.plain_settings = named
-    nemo_geomask.install()
+
+    def build(cfg):
+        built.append(cfg)
+        return build_nemo_rl_loss({"loss_fn": cfg, "policy": {}})
+
+    # Before the tests import it.
+    for module in (loss, loss_functions):
+        module.ClippedPGLossFn = build
+
+
+def pytest_sessionfinish(session):
+    assert built or not session.items, "NeMo-RL's tests have built none of our losses"
 
 
 def pytest_collection_finish(session):
