@@ -145,15 +145,17 @@ def probe_recipe(
     from nemo_geomask.tools.probe.scoring_job import FUNCTION
     from nemo_geomask.tools.rehearse.hosted_job import reads_key, values_in_force
     from nemo_geomask.tools.rehearse.job_session import JobSession
-    from nemo_geomask.tools.rehearse.rehearsal import device_names, has_gpus, nemo_rl_checkout
+    from nemo_geomask.tools.rehearse.rehearsal import has_gpus, nemo_rl_checkout
     from nemo_geomask.tools.rehearse.supervision import signals_as_exceptions
+    from nemo_geomask.tools.shared.machine import device_names
     from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
 
     folder = folder.resolve()
     names = ("temperature", "top_p", "top_k", "colocated.enabled", "vllm_cfg.async_engine")
     more_keys = [f"policy.generation.{name}" for name in names]
     keys = [*(switch.key for switch in mismatch_switches()), *more_keys, *BATCH_TOKENS, "policy.megatron_cfg.enabled"]
-    values, replaced = values_in_force(recipe, overrides, keys, ranks=ranks)
+    recipe_settings = dotted_settings(read_recipe(recipe, overrides, leave=("data", "env")).data)
+    values, replaced = values_in_force(recipe, overrides, [*keys, *recipe_settings], ranks=ranks)
     if values.get("policy.generation.vllm_cfg.async_engine"):
         raise ConfigError(
             "policy.generation.vllm_cfg.async_engine is true, and a probe scores by vLLM's synchronous engine; give "
@@ -166,10 +168,9 @@ def probe_recipe(
         trainer="megatron" if values.get("policy.megatron_cfg.enabled") else "dtensor",
         has_gpus=has_gpus(),
     )
-    own = dotted_settings(read_recipe(recipe, overrides, leave=("data", "env")).data)
-    in_force, _ = values_in_force(recipe, overrides, own, ranks=ranks)
     sizes = (prompts, _GENERATIONS, ranks)
-    prepare_folder(folder, describe_probe(own, in_force, sizes, nemo_rl_checkout(), device_names()), resume=resume)
+    description = describe_probe(recipe_settings, values, sizes, nemo_rl_checkout(), device_names())
+    prepare_folder(folder, description, resume=resume)
     workers = JobSession(recipe, overrides, FUNCTION, folder=folder / "work", ranks=ranks, timeout=timeout)
     with signals_as_exceptions(), contextlib.closing(workers):
         return probe(

@@ -70,12 +70,12 @@ def run(arguments: argparse.Namespace) -> int:
             f"{', '.join(map(str, arguments.batch))}"
         )
     setting = Setting(device, kernel=arguments.kernel or "auto")
+    machine = result_files.describe_machine(device)
 
     def save_cases(benchmark: str, cases: Sequence[Mapping[str, Any]]) -> None:
         if arguments.out is not None:
             result_files.write_result(arguments.out, benchmark, machine, {"cases": cases}, partial=True)
 
-    machine = result_files.describe_machine(device)
     print(
         f"{machine['name']}, torch {machine['torch']}, {machine['threads']} threads, load {machine['load']}, "
         f"{machine['date']}\n"

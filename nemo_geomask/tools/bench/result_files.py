@@ -8,7 +8,6 @@ import platform
 import re
 import time
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, to_json
-from nemo_geomask.tools.shared.processor import processor_name
+from nemo_geomask.tools.shared.machine import package_versions, processor_name
 
 __all__ = ["describe_machine", "read_results", "write_result"]
 
@@ -49,7 +48,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "packages": package_versions(_PACKAGES),
     }
 
 
@@ -102,10 +101,3 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
             raise ConfigError(f"--measured: {paths[0]} is not what nemo-geomask bench {name} --out {folder} writes")
         results.append(result)
     return results
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -134,9 +134,9 @@ def _unknown_keys(facts: RecipeFacts) -> Iterator[UnknownKey]:
         if name in {*declared.get(section, ()), *inherited.get(section, ())} - foreign:
             continue
         # Only now, since reading all example configs takes longer than all other rules together.
-        known = known_keys(facts.nemo_rl)
-        names = {*known.get(section, ()), *inherited.get(section, ())} - foreign
-        if known and names and name not in names:
+        nemo_rl_keys = known_keys(facts.nemo_rl)
+        names = {*nemo_rl_keys.get(section, ()), *inherited.get(section, ())} - foreign
+        if nemo_rl_keys and names and name not in names:
             yield UnknownKey(key, origin, names)
 
 

@@ -33,7 +33,7 @@ from nemo_geomask.tools.lab.rollout import write_rollout
 from nemo_geomask.tools.lab.run_store import Run, RunCurves, write_steps
 from nemo_geomask.tools.lab.samplers import Sampler, build_sampler
 from nemo_geomask.tools.lab.trainer import Trainer, check_reference, check_validation
-from nemo_geomask.tools.shared.processor import processor_name
+from nemo_geomask.tools.shared.machine import processor_name
 
 __all__ = ["train"]
 

@@ -21,8 +21,9 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.optional import require
 from nemo_geomask.tools.lab.curve_files import read_columns, write_columns
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
+from nemo_geomask.tools.shared.flat_settings import differing_keys, flatten_settings
 
-__all__ = ["COMPUTE_KEYS", "Run", "RunCurves", "differing_keys", "flatten_settings", "read_curves", "write_steps"]
+__all__ = ["COMPUTE_KEYS", "Run", "RunCurves", "read_curves", "write_steps"]
 
 _METADATA_KEY = b"nemo_geomask.tools.lab"
 _STEPS = "steps"
@@ -243,19 +244,3 @@ def _distinguish_labels(curves: Sequence[RunCurves]) -> list[RunCurves]:
         relabelled.append(RunCurves({**curve.facts, "label": label}, curve.columns))
     order = list(dict.fromkeys(curve.label for curve in relabelled))
     return sorted(relabelled, key=lambda curve: (order.index(curve.label), curve.seed))
-
-
-def differing_keys(settings: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the keys at which two flat mappings of settings differ; a missing key is None."""
-    return sorted(key for key in settings.keys() | other.keys() if settings.get(key) != other.get(key))
-
-
-def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings as one mapping with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= flatten_settings(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -20,13 +20,14 @@ from nemo_geomask.optional import require
 from nemo_geomask.tools.lab.curve_files import read_columns, write_columns
 from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.run_queue import train
-from nemo_geomask.tools.lab.run_store import Run, RunCurves, differing_keys, flatten_settings
+from nemo_geomask.tools.lab.run_store import Run, RunCurves
 from nemo_geomask.tools.lab.train_recipe import parse_seeds, plan_runs
 from nemo_geomask.tools.lab.tuned_choice import Cell, TunedRun, choose, choose_bound, choose_bounds
 from nemo_geomask.tools.lab.tuned_comparison import compare_tuned_runs
 from nemo_geomask.tools.lab.tuned_plot import draw_comparison
 from nemo_geomask.tools.lab.tuned_regimes import Regime, read_regimes
 from nemo_geomask.tools.lab.tuned_tables import comparison_tables
+from nemo_geomask.tools.shared.flat_settings import differing_keys, flatten_settings
 from nemo_geomask.tools.shared.markdown import replace_marked_text
 
 __all__ = [

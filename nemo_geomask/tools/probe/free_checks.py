@@ -69,9 +69,12 @@ def free_checks(
         *_adapter_checks(adapters),
         _weights_check(weights),
         *(
-            _sampled_check(side, tokens.sampled[own], logprobs[own])
-            for side, own, logprobs in (("decode", ~tokens.by_trainer, decode), ("trainer", tokens.by_trainer, trainer))
-            if own.any()
+            _sampled_check(side, tokens.sampled[is_its], logprobs[is_its])
+            for side, is_its, logprobs in (
+                ("decode", ~tokens.by_trainer, decode),
+                ("trainer", tokens.by_trainer, trainer),
+            )
+            if is_its.any()
         ),
         _evaluation_check(trainer, trainer_again, is_training),
     ]

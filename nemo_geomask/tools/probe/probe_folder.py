@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.shared.flat_settings import differing_keys, flatten_settings
+from nemo_geomask.tools.shared.machine import package_versions
 
 __all__ = ["describe_probe", "dotted_settings", "prepare_folder"]
 
@@ -23,20 +24,19 @@ _MAX_NAMES = 5
 
 
 def dotted_settings(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values in nested mappings that are no mappings, by dotted key.
+    """Return the settings of a recipe by dotted key.
 
     Sections ``data``, ``env``, ``logger`` and ``checkpointing``, on which no score depends, are left out.
     """
-    return {
-        key: value
-        for section, settings in data.items()
-        if section not in _UNREAD_SECTIONS
-        for key, value in _leaves(settings, section)
-    }
+    return flatten_settings({section: value for section, value in data.items() if section not in _UNREAD_SECTIONS})
 
 
 def describe_probe(
-    own: Mapping[str, Any], in_force: Mapping[str, Any], sizes: Sequence[int], checkout: Path, machine: Sequence[str]
+    recipe_settings: Mapping[str, Any],
+    in_force: Mapping[str, Any],
+    sizes: Sequence[int],
+    checkout: Path,
+    machine: Sequence[str],
 ) -> dict[str, Any]:
     """Return what the scores of a probe depend on, as JSON values.
 
@@ -45,20 +45,22 @@ def describe_probe(
     a random one of the same kind. In other sections, it is the values in force.
 
     Args:
-        own: :func:`dotted_settings` of the recipe.
+        recipe_settings: :func:`dotted_settings` of the recipe.
         in_force: values of the same keys in the job; see
             :func:`nemo_geomask.tools.rehearse.hosted_job.values_in_force`.
         sizes: numbers of prompts, of responses to each, and of processes that train.
         checkout: NeMo-RL's checkout, whose Python files under ``nemo_rl`` are hashed.
         machine: names of the GPUs, or of the processor if there is none.
     """
-    settings = {key: value if key.startswith("policy.") else in_force.get(key) for key, value in own.items()}
+    settings = {
+        key: value if key.startswith("policy.") else in_force.get(key) for key, value in recipe_settings.items()
+    }
     files = sorted(path for path in (checkout / "nemo_rl").rglob("*.py") if path.is_file())
     source = _digest(*(part for path in files for part in (str(path.relative_to(checkout)), path.read_bytes())))
     return {
         "sizes": dict(zip(("prompts", "responses", "ranks"), sizes, strict=True)),
         "settings": {key: _digest(repr(value)) for key, value in settings.items()},
-        "versions": {"NeMo-RL's source": source, **_package_versions()},
+        "versions": {"NeMo-RL's source": source, **package_versions(_PACKAGES)},
         "machine": {f"device {index}": name for index, name in enumerate(machine)},
     }
 
@@ -99,18 +101,9 @@ def prepare_folder(folder: Path, description: Mapping[str, Any], *, resume: bool
 def _changes(stored: Mapping[str, Any], description: Mapping[str, Any]) -> Iterator[str]:
     """Yield ``settings (policy.lr, policy.precision)``: what differs, by part of the description."""
     for part, values in description.items():
-        names = sorted(name for name in {*values, *stored[part]} if values.get(name) != stored[part].get(name))
-        if names:
+        if names := differing_keys(values, stored[part]):
             more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
             yield f"{part} ({', '.join(names[:_MAX_NAMES])}{more})"
-
-
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}")
-    else:
-        yield key, value
 
 
 def _digest(*parts: str | bytes) -> str:
@@ -119,13 +112,3 @@ def _digest(*parts: str | bytes) -> str:
         digest.update(part.encode() if isinstance(part, str) else part)
         digest.update(b"\0")
     return digest.hexdigest()[:16]
-
-
-def _package_versions() -> dict[str, str]:
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions

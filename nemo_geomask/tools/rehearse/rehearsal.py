@@ -27,9 +27,8 @@ from nemo_geomask.tools.rehearse.refusals import errors_of
 from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult, outcome_of
 from nemo_geomask.tools.rehearse.supervision import supervised
 from nemo_geomask.tools.rehearse.tiny_models import write_prompts
-from nemo_geomask.tools.shared.processor import processor_name
 
-__all__ = ["Rehearsal", "device_names", "driver_command", "has_gpus", "nemo_rl_checkout", "rehearse"]
+__all__ = ["Rehearsal", "driver_command", "has_gpus", "nemo_rl_checkout", "rehearse"]
 
 # Rule of `check`: after a resume, DTensor v2's reference policy is the checkpoint's and not the original model's.
 _RESET_REFERENCE = "GM209"
@@ -115,13 +114,6 @@ def has_gpus() -> bool:
     import torch
 
     return bool(torch.cuda.is_available())
-
-
-def device_names() -> list[str]:
-    """Return the names of this machine's GPUs, or that of its processor if it has none."""
-    import torch
-
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] or [processor_name()]
 
 
 def rehearse(

@@ -1,9 +1,10 @@
 """The folder of a probe refuses to go on with other settings, or after a change of what runs it."""
 
+from importlib import metadata
+
 import pytest
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.probe import probe_folder
 from nemo_geomask.tools.probe.probe_folder import describe_probe, dotted_settings, prepare_folder
 
 RECIPE = {
@@ -72,7 +73,7 @@ def test_another_version_is_named(probe, monkeypatch):
         probe.prepare()
     probe.module.write_text("a = 1\n")
     probe.prepare()
-    monkeypatch.setattr(probe_folder.metadata, "version", lambda package: "0.0")
+    monkeypatch.setattr(metadata, "version", lambda package: "0.0")
     with pytest.raises(ConfigError, match=r"versions \(flash-attn, .* more\)"):
         probe.prepare()
 
