@@ -69,7 +69,7 @@ def _bound_between(sizes: Tensor, is_removed: Tensor) -> float:
         return -1.0
     largest_kept, smallest_removed = float(sizes[~is_removed].max()), float(sizes[is_removed].min())
     middle = largest_kept + (smallest_removed - largest_kept) / 2
-    middle = float(torch.tensor(middle, dtype=torch.float32))
+    middle = float(torch.tensor(middle, dtype=torch.float32, device="cpu"))
     # Where the two are so close that the rounded middle is not between them, the largest kept value is the bound.
     return middle if largest_kept <= middle < smallest_removed else largest_kept
 

@@ -64,7 +64,7 @@ def metric_labels(config: LossConfig, variant: Variant, options: Any, tensor_nam
         config, variant, options: as for :func:`evaluate`.
         tensor_names: names, among :data:`~nemo_geomask.losses.batch.BATCH_KEYS`, of the tensors in the batch.
     """
-    token = torch.ones(1, 1, dtype=torch.float32)
+    token = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     sequence, scalar = token[0], token[0, 0]
     tensors = {name: sequence if name == "rewards" else token for name in tensor_names}
     raw = RawBatch(token, token, sequence, tensors, sequence.expand(len(config.batch_scalars)))

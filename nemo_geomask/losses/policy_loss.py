@@ -196,7 +196,8 @@ class PolicyLoss:
             return None
         # All rows hold the same number. A batch without rows gets 1, which has no effect.
         values = [
-            scalars[key][:1].float().sum() if len(scalars[key]) else torch.ones(()) for key in self._batch_scalar_keys
+            scalars[key][:1].float().sum() if len(scalars[key]) else torch.ones((), device=scalars[key].device)
+            for key in self._batch_scalar_keys
         ]
         return torch.stack(values).to(device, non_blocking=True)
 

@@ -312,7 +312,7 @@ def valid_counts(parts: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor]:
     Returns: sum of ``sample_mask``, and sum of ``token_mask[:, 1:] * sample_mask``, over all parts; two 0-d float64
     tensors on the CPU.
     """
-    seqs = toks = torch.zeros((), dtype=torch.float64)
+    seqs = toks = torch.zeros((), dtype=torch.float64, device="cpu")
     for part in parts:
         sample_mask = part["sample_mask"].double().cpu()
         token_mask = part[TOKEN_MASK][:, 1:].double().cpu()

@@ -74,7 +74,7 @@ class RankCheck:
         """
         tensors = sum(1 << bit for bit, key in enumerate(self._tensor_keys) if data.get(key) is not None)
         call = _RankCall(*segments.packing, tensors, self._checksum, len(self._text))
-        row = torch.tensor([call], dtype=torch.int64)
+        row = torch.tensor([call], dtype=torch.int64, device="cpu")
         if device.type == "cuda":
             row = row.pin_memory()
         read = copy_to_host(segments.gather_rows(row.to(device, non_blocking=True)))

@@ -144,7 +144,7 @@ def step_rows(config: LossConfig, step: int, data: Mapping[str, Any]) -> StepRow
     values |= {f"{REMOVED}{label}": removed for label, removed in _verdicts(config, data).items()}
     values |= {
         "mask": mask,
-        "row": torch.arange(len(lengths)),
+        "row": torch.arange(len(lengths), device=mask.device),
         "group": groups,
         "sample": samples,
         "prompt_length": prompt_lengths,
@@ -177,7 +177,7 @@ def _trained_tokens(data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]
     """Return the [B, T] mask of trained tokens, and for each row the number of prompt tokens and of all tokens."""
     mask = data[TOKEN_MASK] != 0
     lengths = data[_LENGTHS_KEY].to(torch.int64)
-    mask &= torch.arange(mask.shape[1]) < lengths.unsqueeze(1)
+    mask &= torch.arange(mask.shape[1], device=mask.device) < lengths.unsqueeze(1)
     return mask, torch.where(mask.any(dim=1), mask.int().argmax(dim=1), lengths), lengths
 
 
@@ -215,17 +215,21 @@ def _prompt_groups(tokens: Tensor, prompt_lengths: Tensor) -> tuple[Tensor, Tens
         groups.append(group)
         samples.append(group_sizes[group])
         group_sizes[group] += 1
-    return torch.tensor(groups, dtype=torch.int64), torch.tensor(samples, dtype=torch.int64)
+    device = tokens.device
+    return (
+        torch.tensor(groups, dtype=torch.int64, device=device),
+        torch.tensor(samples, dtype=torch.int64, device=device),
+    )
 
 
 def _choose_rows(settings: Recording, step: int, groups: Tensor) -> Tensor:
     """Return the indices of the rows to record; ``groups`` has the number of each row's prompt."""
     if settings.by == "sequence":
         rows = choose_by_hash(step, len(groups), math.ceil(settings.fraction * len(groups)))
-        return torch.tensor(rows, dtype=torch.int64)
+        return torch.tensor(rows, dtype=torch.int64, device=groups.device)
     total = int(groups.max()) + 1 if len(groups) else 0
     chosen_groups = choose_by_hash(step, total, math.ceil(settings.fraction * total))
-    return torch.isin(groups, torch.tensor(chosen_groups, dtype=torch.int64)).nonzero().squeeze(1)
+    return torch.isin(groups, torch.tensor(chosen_groups, dtype=torch.int64, device=groups.device)).nonzero().squeeze(1)
 
 
 def _verdicts(config: LossConfig, data: Mapping[str, Tensor]) -> dict[str, Tensor]:

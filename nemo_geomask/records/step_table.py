@@ -43,11 +43,11 @@ def step_table(step: int, rows: StepRows, masks: Sequence[str], facts: Mapping[s
     schema = arrow_schema(masks, {**facts, **rows.facts})
     count = rows.lengths.numel()
     lengths = rows.lengths.to("cpu", torch.int64)
-    offsets = torch.zeros(count + 1, dtype=torch.int32)
+    offsets = torch.zeros(count + 1, dtype=torch.int32, device="cpu")
     offsets[1:] = lengths.cumsum(0)
     values = {
         **rows.values,
-        "step": torch.full((count,), step),
+        "step": torch.full((count,), step, device="cpu"),
         "length": lengths,
     }
     sizes = lengths.tolist()

@@ -49,7 +49,7 @@ def copy_to_host(values: Tensor) -> Callable[[], Tensor]:
     """
     if values.device.type != "cuda":
         return lambda: values
-    on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    on_host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     on_host.copy_(values, non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record(torch.cuda.current_stream(values.device))

@@ -55,6 +55,15 @@ def truth(logits, targets, g, h, *, temperature=1.0, valid=None):
     return [torch.cat(values) for values in zip(*found, strict=True)]
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_default_device_plays_no_part(kernel):
+    logits, targets, g, h = case(7, 300)
+    expected = ours(logits, targets, g, h, kernel=kernel)
+    with torch.device(DEVICE):
+        found = ours(logits, targets, g, h, kernel=kernel)
+    assert all(map(torch.equal, found, expected))
+
+
 def ours(logits, targets, g, h, **options):
     leaf = logits.detach().requires_grad_()
     logp, entropy = vocab_parallel_logprobs(leaf, targets, entropy=True, ignore_index=IGNORE, **options)

@@ -154,7 +154,8 @@ def evaluate(config: Any, batch: Batch) -> Result:
     """The library's answer; ``config`` is a mapping or a loss."""
     loss_fn = build_loss(config) if isinstance(config, Mapping) else config
     curr = batch.curr.detach().clone().requires_grad_()
-    loss, metrics = loss_fn(curr, batch.data, torch.tensor(batch.seqs), torch.tensor(batch.toks))
+    seqs, toks = (torch.tensor(count, device=curr.device) for count in (batch.seqs, batch.toks))
+    loss, metrics = loss_fn(curr, batch.data, seqs, toks)
     loss.backward()
     assert curr.grad is not None
     return Result(loss.detach(), curr.grad, metrics)

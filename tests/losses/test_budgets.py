@@ -42,6 +42,24 @@ def kept(mask, *rows):
     return (answer(loss_fn, told(loss_fn, batch))[1] != 0).tolist()
 
 
+@pytest.mark.parametrize("mask", BUDGETS)
+def test_the_default_device_plays_no_part(mask):
+    batch = rollouts(seed=3)
+    loss_fn = build_loss({**REINFORCE, "masks": [BUDGETS[mask]], "denominator": "kept", "batch_veto": {"max": 1e3}})
+
+    def run():
+        prepared = told(loss_fn, batch)
+        decision = PrestepPass(loss_fn.config)(batch.data)
+        return *answer(loss_fn, prepared), untrained_metrics(loss_fn, [batch.data | decision.changes], decision)
+
+    expected = run()
+    with torch.device("meta"):
+        found = run()
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert found[2:] == expected[2:]
+
+
 # ---------------------------------------------------------------------------------------------- bounds by hand
 
 

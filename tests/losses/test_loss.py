@@ -12,6 +12,7 @@ import torch
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import DataError, NonFiniteError, ShapeError
+from nemo_geomask.segments import PackedSegments
 from tests.helpers import batches
 from tests.helpers.batches import VARIANTS, packed_rows
 
@@ -111,6 +112,27 @@ def test_the_default_dtype_plays_no_part(name, dtype):
     assert torch.equal(found.grad, expected.grad)
     assert found.metrics == expected.metrics
     assert (loss.item(), metrics) == (expected_loss.item(), expected_metrics)
+
+
+@every_variant
+def test_the_default_device_plays_no_part(name):
+    batch = batches.rollouts(1)
+    config = {**VARIANTS[name], "masks": [batches.MASKS["k3_worst"]], "positive_example_nll_weight": 0.1}
+    row, data, segments = packed_rows(batch)
+    expected = batches.evaluate(config, batch), *build_loss(config).packed(row, data, segments, batch.seqs, batch.toks)
+    # A tensor on "meta" has no values, so that a result which depends on one is an error.
+    with torch.device("meta"):
+        loss_fn = build_loss(config)
+        found = batches.evaluate(loss_fn, batch), *loss_fn.packed(row, data, segments, batch.seqs, batch.toks)
+        segments = PackedSegments(segments.cu_seqlens)
+        assert torch.equal(loss_fn.packed(row, data, segments, batch.seqs, batch.toks)[0], expected[1])
+        numbers = loss_fn(batch.curr, batch.data, batch.seqs, int(batch.toks))
+    assert torch.equal(found[0].loss, expected[0].loss)
+    assert torch.equal(found[0].grad, expected[0].grad)
+    assert found[0].metrics == expected[0].metrics
+    assert torch.equal(found[1], expected[1])
+    assert found[2] == expected[2]
+    assert torch.equal(numbers[0], expected[0].loss)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -8,6 +8,8 @@ import signal
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from nemo_geomask import PackedSegments, build_loss
 from nemo_geomask.errors import GeomaskError, LostRankError, RanksDisagreeError
@@ -21,8 +23,6 @@ TIMEOUT = 240.0  # of all ranks together; a collective gives up after half of it
 
 def call(config, batch, rank, world, offsets=None, data=None):
     """One rank's call and backward pass; the error instead, if there is one."""
-    import torch.distributed as dist
-
     loss_fn = build_loss(config) if isinstance(config, dict) else config
     curr, shard, segments = batches.packed_rows(batch, cp_rank=rank, cp_size=world, groups=(dist.group.WORLD,))
     if offsets is not None:
@@ -83,6 +83,22 @@ def test_ranks_that_disagree_are_all_told(world):
         assert len(told) == len(DISAGREEMENTS) + 3
 
 
+def _default_device(rank, world):
+    """Loss and number of metrics without and with another default device, at the first and at a later call."""
+    batch = batches.rollouts(width=WIDTH, offsets=ROWS)
+    loss_fn, other = (build_loss({"name": "gspo"}) for _ in range(2))
+    expected = [call(loss_fn, batch, rank, world) for _ in range(2)]
+    curr, shard, segments = batches.packed_rows(batch, cp_rank=rank, cp_size=world, groups=(dist.group.WORLD,))
+    with torch.device("meta"):
+        found = [other.packed(curr, shard, segments, 8, 70) for _ in range(2)]
+    return expected, [(loss.item(), len(metrics)) for loss, metrics in found]
+
+
+def test_the_default_device_plays_no_part():
+    for expected, found in run_ranks(2, _default_device, timeout=TIMEOUT):
+        assert found == expected
+
+
 def _off(rank, world):
     """The loss of each rank where the last one has other clip bounds and nothing is compared."""
     batch = batches.rollouts(width=WIDTH, offsets=ROWS)
@@ -98,8 +114,6 @@ def test_nothing_is_compared_if_the_option_is_off():
 def _lose(rank, world, folder, moment, settings):
     """Rank 1 ends or sleeps at a moment of the second call; rank 0 writes down how its own call ends, and after how
     many seconds."""
-    import torch.distributed as dist
-
     if rank == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to rank 0 as soon as rank 1 has ended
     batch = batches.rollouts(width=WIDTH, offsets=ROWS)

@@ -83,6 +83,18 @@ def test_rows_that_do_not_train_are_never_read(shape):
     check(clean, by_loops(problem))
 
 
+def test_the_default_device_plays_no_part():
+    problem = case(4)
+    expected, found = ours(problem), None
+    logits = (problem.hidden @ problem.weight.T).requires_grad_()
+    logp = vocab_parallel_logprobs(logits, problem.targets, ignore_index=IGNORE)
+    with torch.device("meta"):
+        found = ours(problem)
+        again = vocab_parallel_logprobs(logits, problem.targets, ignore_index=IGNORE)
+    assert all(map(np.array_equal, found, expected))
+    assert torch.equal(again, logp)
+
+
 def test_only_trained_rows_enter_the_products(monkeypatch):
     problem = case(5, rows=64)
     targets = torch.full_like(problem.targets, IGNORE)

@@ -15,6 +15,7 @@ from nemo_geomask.config import LossConfig
 from nemo_geomask.losses.batch_masks import removed_tokens
 from nemo_geomask.records import step_files
 from nemo_geomask.records.flight import FlightRecorder, choose_by_hash, join_parts, step_rows
+from nemo_geomask.records.step_table import step_table
 from tests.helpers.batches import rollouts
 
 MASKS = [
@@ -152,6 +153,17 @@ def test_what_is_recorded_is_what_was_there_then(tmp_path):
     recorder.recorder.close()
     (path,) = step_files(tmp_path)[1]
     assert torch.tensor(parquet.read_table(path)["advantages"].to_pylist()).equal(before)
+
+
+@pytest.mark.parametrize("by", ["group", "sequence"])
+def test_the_default_device_plays_no_part(by):
+    settings = config(masks=MASKS[:1], record={"fraction": 0.5, "by": by})
+    expected = step_table(1, step_rows(settings, 1, batch()), ["geometric"], {})
+    data = batch()
+    with torch.device("meta"):
+        found = step_table(1, step_rows(settings, 1, data), ["geometric"], {})
+    assert len(found) > 0
+    assert found.equals(expected)
 
 
 def test_placeholders_are_no_log_probs():
