@@ -1,8 +1,8 @@
-"""Half-precision matrix products, attention and experts of the policy on a CPU, registered with ``transformers``.
+"""Half-precision matrix products, attention and experts of the policy, registered with ``transformers``.
 
-A product of two half-precision numbers is exact in float32. The lab sums the products in float32 and rounds the sum
-once, as a GPU's tensor cores do. torch's own CPU kernels do the same, but take up to twenty times as long on a CPU
-without half-precision instructions.
+A product of two half-precision numbers is exact in float32. On a CPU, the lab sums the products in float32 and rounds
+the sum once, as a GPU's tensor cores do. torch's own CPU kernels do the same, but take up to twenty times as long on a
+CPU without half-precision instructions. On a GPU, the tensor cores compute the products of linear layers and experts.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def install_arithmetic(model: PreTrainedModel) -> None:
     require("transformers", "the lab needs", "demo").AttentionInterface.register(_ATTENTION, _attention)
     model.set_attn_implementation(_ATTENTION)
     widths = [parameter.shape[-1] for name, parameter in model.named_parameters() if "experts" in name]
-    # grouped_mm exists since torch 2.10 and needs rows of a multiple of 16 bytes. Without it, transformers loops over
-    # the experts.
-    if hasattr(F, "grouped_mm") and not any(width % 4 for width in widths):
+    # grouped_mm exists since torch 2.10 and needs rows of a multiple of 16 bytes, also in half precision. Without it,
+    # transformers loops over the experts.
+    if hasattr(F, "grouped_mm") and not any(width % 8 for width in widths):
         require("transformers.integrations.moe", "the lab needs", "demo").ALL_EXPERTS_FUNCTIONS.register(
             _EXPERTS, _experts
         )
@@ -46,13 +46,14 @@ def install_arithmetic(model: PreTrainedModel) -> None:
 
 def _product_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype that a product is rounded to: autocast's if it is enabled, else the tensor's."""
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else tensor.dtype
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
-def _disable_autocast() -> contextlib.AbstractContextManager[object]:
+def _disable_autocast(device: str) -> contextlib.AbstractContextManager[object]:
     """Return a context that disables autocast, or a null context if it is off, since entering autocast is slow."""
-    autocast = torch.is_autocast_enabled("cpu")
-    return torch.autocast("cpu", enabled=False) if autocast else contextlib.nullcontext()
+    autocast = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext()
 
 
 def _round_operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -60,13 +61,18 @@ def _round_operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype).float()
 
 
+def _product_operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round an operand of a matrix product to a dtype; return it in float32 on a CPU, and in that dtype on a GPU."""
+    return tensor.to(dtype) if tensor.is_cuda else _round_operand(tensor, dtype)
+
+
 def linear(inputs: Tensor, weight: Tensor) -> Tensor:
     """Compute ``F.linear`` in float32, rounded once to the inputs' dtype, or to autocast's."""
     dtype = _product_dtype(inputs)
     if dtype == torch.float32:
         return F.linear(inputs, weight)
-    with _disable_autocast():
-        return F.linear(_round_operand(inputs, dtype), _round_operand(weight, dtype)).to(dtype)
+    with _disable_autocast(inputs.device.type):
+        return F.linear(_product_operand(inputs, dtype), _product_operand(weight, dtype)).to(dtype)
 
 
 class _RoundedLinear(nn.Linear):
@@ -95,7 +101,7 @@ class KVCache:
         """Append keys and values [B, G, Q, D] to a layer; return all of the layer's, [B, G, K, D] each."""
         rows, heads, count, width = key.shape
         if layer not in self._layers:
-            self._layers[layer] = torch.empty(2, rows, heads, self._longest, width)
+            self._layers[layer] = torch.empty(2, rows, heads, self._longest, width, device=key.device)
         cached, start = self._layers[layer], self.get_seq_length(layer)
         end = self._filled[layer] = start + count
         cached[0, :, :, start:end], cached[1, :, :, start:end] = key, value
@@ -120,12 +126,13 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     ends = torch.bincount(expert_of_slot, minlength=module.num_experts).cumsum(0, dtype=torch.int32)
 
     def product(inputs: Tensor, weight: Tensor) -> Tensor:
-        return F.grouped_mm(_round_operand(inputs, dtype), _round_operand(weight, dtype).mT, offs=ends).to(dtype)
+        operands = _product_operand(inputs, dtype), _product_operand(weight, dtype).mT
+        return F.grouped_mm(*operands, offs=ends).to(dtype)
 
     gate, up = product(hidden.index_select(0, order // k), module.gate_up_proj).chunk(2, dim=-1)
     out = product(module.act_fn(gate) * up, module.down_proj)
     out = out * weights.flatten().index_select(0, order)[:, None]
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return out.index_select(0, inverse).view(tokens, k, -1).sum(dim=1).to(hidden.dtype)
 
 
@@ -155,7 +162,7 @@ def _attention(
         The output [B, Q, H, D], and None for the attention weights.
     """
     dtype = _product_dtype(query)
-    with _disable_autocast():
+    with _disable_autocast(query.device.type):
         # Keys and values from the cache are already rounded, and are stored in float32 only for speed.
         query, key, value = (
             _round_operand(x, dtype if x.dtype == query.dtype else x.dtype) for x in (query, key, value)

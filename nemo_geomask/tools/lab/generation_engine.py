@@ -28,7 +28,7 @@ __all__ = ["SampledResponses", "generate"]
 
 @dataclass(frozen=True)
 class SampledResponses:
-    """Sampled responses together with their prompts.
+    """Sampled responses together with their prompts, on the CPU.
 
     Attributes:
         input_ids: [B, T] long, prompt and response, then PAD.
@@ -76,24 +76,26 @@ def generate(
     count, width = prompts.token_ids.shape
     terms = int(prompts.terms.max())
     longest = width + terms
-    input_ids = torch.full((count, longest), task.pad_id)
-    input_ids[:, :width] = prompts.token_ids
-    logprobs, token_mask = torch.zeros(2, count, longest, dtype=torch.float32)
+    device = engines[0].device
+    prompt_ids, requested_terms = prompts.token_ids.to(device), prompts.terms.to(device)
+    input_ids = torch.full((count, longest), task.pad_id, device=device)
+    input_ids[:, :width] = prompt_ids
+    logprobs, token_mask = torch.zeros(2, count, longest, dtype=torch.float32, device=device)
     engine_index = torch.zeros_like(input_ids)
     replies = torch.full_like(input_ids, -1)  # the environment's tokens; -1 where the policy generates
-    ends = torch.full((count,), longest)
+    ends = torch.full((count,), longest, device=device)
     call_id = getattr(task, "call_id", None)
 
-    rows = torch.arange(count)  # Row numbers, in the full batch, of the responses that are not complete.
+    rows = torch.arange(count, device=device)  # Row numbers, in the full batch, of the responses that are not complete.
     current = 0  # index of the engine that samples
     with contextlib.ExitStack() as stack:
         decoder = _Decoder(engines, count, longest, stack)
-        logits = decoder.run(current, rows, prompts.token_ids, slice(0, width))
+        logits = decoder.run(current, rows, prompt_ids, slice(0, width))
         for position in range(width, longest):
             distribution = filter_logits(logits, config).log_softmax(dim=-1)
             reported = logits.log_softmax(dim=-1) if config.logprobs_mode == "raw_logprobs" else distribution
             # Draw numbers for complete responses, too, so that no response depends on the lengths of others.
-            uniform = torch.rand(count, dtype=torch.float32, generator=generator)[rows]
+            uniform = torch.rand(count, dtype=torch.float32, generator=generator).to(device)[rows]
             is_sampled = replies[rows, position] < 0
             token = torch.where(is_sampled, draw_tokens(distribution, uniform), replies[rows, position])
             input_ids[rows, position] = token
@@ -105,7 +107,7 @@ def generate(
                 _write_replies(task, input_ids, width, position + 1, calling_rows, replies)
 
             ends_here = is_sampled & (token == task.eos_id) & (not config.ignore_eos)
-            running = ~ends_here & (position + 1 < width + prompts.terms[rows])
+            running = ~ends_here & (position + 1 < width + requested_terms[rows])
             ends[rows[~running]] = position + 1
             if not running.any():
                 break
@@ -117,7 +119,8 @@ def generate(
                 decoder.cache = KVCache(longest)
             uncached = slice(decoder.cache.get_seq_length(), position + 1)
             logits = decoder.run(current, rows, input_ids[rows, uncached], slice(position, position + 1))
-    return SampledResponses(input_ids, ends, logprobs, token_mask, engine_index, decoder.routes)
+    tensors = (input_ids, ends, logprobs, token_mask, engine_index, decoder.routes)
+    return SampledResponses(*(tensor.cpu() for tensor in tensors))
 
 
 class _Decoder:
@@ -128,9 +131,8 @@ class _Decoder:
     ) -> None:
         sizes: Any = engines[0].config
         self.engines, self.cache = engines, KVCache(longest)
-        self.routes = torch.full(
-            (count, longest, sizes.num_hidden_layers, sizes.num_experts_per_tok), -1, dtype=torch.int16
-        )
+        shape = (count, longest, sizes.num_hidden_layers, sizes.num_experts_per_tok)
+        self.routes = torch.full(shape, -1, dtype=torch.int16, device=engines[0].device)
         self._chosen = [stack.enter_context(hook_routers(engine)) for engine in engines]
 
     @torch.inference_mode()
@@ -165,4 +167,4 @@ def _write_replies(task: Any, input_ids: Tensor, width: int, length: int, rows: 
     for row in rows.tolist():
         ids = input_ids[row, :length].tolist()
         reply = task.reply(ids[:width], ids[width:])[: input_ids.shape[1] - length]
-        replies[row, length : length + len(reply)] = torch.tensor(reply, dtype=torch.long)
+        replies[row, length : length + len(reply)] = torch.tensor(reply, dtype=torch.long, device=replies.device)

@@ -189,6 +189,11 @@ class LabConfig(StrictModel):
         description="CPU threads, divided among the processes, each of which has at least one. Another number can "
         "change a run's numbers by rounding.",
     )
+    device: Literal["cpu", "cuda"] = Field(
+        "cpu",
+        description="Device of both engines, the loss and the optimiser. Initial weights, prompts and random numbers "
+        "are the same on both; other results differ by rounding.",
+    )
     filter_logprobs: bool = Field(
         True,
         description="true: the trainer's log-probs are normalised over the tokens that top_p and top_k keep, as in "
@@ -273,6 +278,23 @@ class LabRecipe(StrictModel):
                 "policy.generation.backend: vllm initialises torch.distributed in the training process for its own "
                 f"use, but lab.tp, lab.cp and lab.dp ({self.lab.tp}, {self.lab.cp}, {self.lab.dp}) need it too; set "
                 "these to 1, or the backend to copy"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_device(self) -> LabRecipe:
+        if self.lab.device == "cpu":
+            return self
+        if self.policy.generation.backend == "vllm":
+            raise ValueError(
+                "lab.device: cuda needs policy.generation.backend: copy, because vLLM takes a GPU's memory for itself; "
+                "set the backend to copy, or lab.device: cpu"
+            )
+        if self.lab.processes > 1:
+            raise ValueError(
+                f"lab.device: cuda needs a single process, but lab.tp, lab.cp and lab.dp ({self.lab.tp}, "
+                f"{self.lab.cp}, {self.lab.dp}) start several, which exchange tensors of a CPU; set these to 1, or "
+                "lab.device: cpu"
             )
         return self
 

@@ -52,7 +52,8 @@ class Packing:
     def visible(self) -> Tensor:
         """Causal attention mask, [S, 1, Q, K] bool: True where a query may attend to a key."""
         # Padded keys come after every query of their sequence, so the causal mask hides them too.
-        return torch.arange(self.key_index.shape[1]) <= self.position[self.query_index][:, None, :, None]
+        keys = torch.arange(self.key_index.shape[1], device=self.position.device)
+        return keys <= self.position[self.query_index][:, None, :, None]
 
     def pack(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert NeMo-RL's rows to this rank's packed tokens; see :func:`nemo_geomask.losses.packing.pack_rows`."""
@@ -96,17 +97,21 @@ def pack_sequences(lengths: Tensor, cp: Axis) -> Packing:
     padded = -(-lengths // multiple) * multiple
     offsets = _cumulative_offsets(padded)
     groups = () if cp.group is None else (cp.group,)
-    shards = [PackedSegments(offsets, cp_rank=rank, cp_size=cp.size, groups=groups) for rank in range(cp.size)]
+    shards = [
+        PackedSegments(offsets, device=lengths.device, cp_rank=rank, cp_size=cp.size, groups=groups)
+        for rank in range(cp.size)
+    ]
     segments = shards[cp.rank]
-    row = segments.spread(torch.arange(len(lengths)))
+    sequence = torch.arange(len(lengths), device=lengths.device)
+    row = segments.spread(sequence)
     position = segments.token_index - offsets[row]
     local = padded // cp.size
     query_index = _row_indices(_cumulative_offsets(local), local)
     # Maps an index in the packed row to its index in the concatenated shards.
     index_in_shards = torch.cat([shard.token_index for shard in shards]).argsort()
     key_index = index_in_shards[_row_indices(offsets, padded)]
-    first_slot = torch.arange(len(lengths)) * query_index.shape[1]
-    query_slot = torch.arange(len(row)) + (first_slot - _cumulative_offsets(local)[:-1])[row]
+    first_slot = sequence * query_index.shape[1]
+    query_slot = torch.arange(len(row), device=row.device) + (first_slot - _cumulative_offsets(local)[:-1])[row]
     return Packing(lengths, segments, row, position, query_index, query_slot, key_index, cp)
 
 
@@ -121,7 +126,7 @@ def _cumulative_offsets(lengths: Tensor) -> Tensor:
 
 def _row_indices(offsets: Tensor, lengths: Tensor) -> Tensor:
     """Return [S, longest] consecutive indices from each offset on, padded by repeating the last index."""
-    columns = torch.arange(int(lengths.max()))
+    columns = torch.arange(int(lengths.max()), device=lengths.device)
     return offsets[:-1, None] + columns.minimum(lengths[:, None] - 1)
 
 

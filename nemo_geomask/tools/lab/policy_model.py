@@ -48,7 +48,7 @@ def policy_config(config: ModelConfig, task: Task) -> PretrainedConfig:
 
 
 def build_policy(config: ModelConfig, task: Task, seed: int) -> PreTrainedModel:
-    """Build a ``Qwen3MoeForCausalLM`` in float32; the same seed gives the same weights."""
+    """Build a ``Qwen3MoeForCausalLM`` in float32 on the CPU; the same seed gives the same weights."""
     transformers: Any = require("transformers", "the lab needs", "demo")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -32,8 +32,8 @@ from nemo_geomask.tools.lab.ranks import Ranks, start_ranks
 from nemo_geomask.tools.lab.rollout import write_rollout
 from nemo_geomask.tools.lab.run_store import Run, RunCurves, write_steps
 from nemo_geomask.tools.lab.samplers import Sampler, build_sampler
-from nemo_geomask.tools.lab.trainer import Trainer, check_reference, check_validation
-from nemo_geomask.tools.shared.machine import processor_name
+from nemo_geomask.tools.lab.trainer import Trainer, check_device, check_reference, check_validation
+from nemo_geomask.tools.shared.machine import device_names, processor_name
 
 __all__ = ["train"]
 
@@ -65,6 +65,7 @@ def train(runs: Sequence[Run], progress: Progress, *, jobs: int = 1) -> bool:
         RankError: another process died.
     """
     for run in runs:
+        check_device(run.recipe)
         _build_run_loss(run)
         check_validation(run.recipe)
     for module in ("transformers", "pyarrow"):
@@ -314,7 +315,9 @@ def _collect_facts(run: Run, trainer: Trainer) -> dict[str, Any]:
         "sampler": trainer.sampler.name,
         "precision": run.recipe.policy.precision,
         "ranks": run.recipe.lab.model_dump(include={"tp", "cp", "dp"}, exclude_defaults=True),
-        "machine": f"{processor_name()}, {os.cpu_count()} cores",
+        "machine": device_names()[0]
+        if run.recipe.lab.device == "cuda"
+        else f"{processor_name()}, {os.cpu_count()} cores",
         "versions": {
             "nemo-geomask": nemo_geomask.__version__,
             "torch": torch.__version__,

@@ -27,7 +27,7 @@ __all__ = ["COMPUTE_KEYS", "Run", "RunCurves", "read_curves", "write_steps"]
 
 _METADATA_KEY = b"nemo_geomask.tools.lab"
 _STEPS = "steps"
-COMPUTE_KEYS = {"tp", "cp", "dp", "num_threads", "rollouts_every", "compare", "vary", "presets"}
+COMPUTE_KEYS = {"tp", "cp", "dp", "num_threads", "device", "rollouts_every", "compare", "vary", "presets"}
 """Keys of ``lab:`` that do not define a run: they determine how runs are computed, planned and stored."""
 
 

@@ -30,9 +30,20 @@ from nemo_geomask.tools.lab.training_engine import TrainingEngine
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Trainer", "accumulate_gradients", "check_reference", "merge_metrics"]
+__all__ = ["Trainer", "accumulate_gradients", "check_device", "check_reference", "check_validation", "merge_metrics"]
 
 _VALIDATION_SEED = 20260
+
+
+def check_device(recipe: LabRecipe) -> None:
+    """Check that torch sees a GPU, if the recipe sets ``lab.device: cuda``.
+
+    Raises:
+        ConfigError: torch sees none.
+    """
+    if recipe.lab.device == "cuda" and not torch.cuda.is_available():
+        message = f"torch {torch.__version__} sees no GPU; set lab.device: cpu, or install a torch with CUDA on a GPU"
+        raise ConfigError(Problem(("lab.device",), message))
 
 
 def check_validation(recipe: LabRecipe) -> None:
@@ -69,7 +80,7 @@ class Trainer:
 
     All randomness follows from ``recipe.grpo.seed``, through separate generators for weights, prompts, sampling and
     shuffling. Two trainers with the same recipe, machine and number of CPU threads give the same numbers. Trainers that
-    differ only in the loss start from the same weights and get the same prompts.
+    differ only in the loss start from the same weights and get the same prompts. These are also the same on a GPU.
 
     With several ranks, each rank runs a trainer, and all take the same steps.
 
@@ -85,7 +96,7 @@ class Trainer:
         engine: the training engine.
         sampler: the generation engine.
         task: the task.
-        policy: the trained model, float32.
+        policy: the trained model, float32, on ``lab.device``. Rollout batches are on the CPU, as on NeMo-RL's driver.
         reference: frozen initial policy; None unless the loss or the reward has a KL term.
         versions: frozen policies of the last weight updates that may still sample, oldest first; empty unless
             ``grpo.async_grpo`` is enabled, and on ranks that don't sample.
@@ -103,6 +114,8 @@ class Trainer:
         self.sampler = sampler or build_sampler(recipe)
         self.engine = TrainingEngine(ranks, recipe)
         self.policy = build_policy(recipe.policy.model, self.task, seed)
+        device: Any = recipe.lab.device  # transformers wraps the method under another signature
+        self.policy.to(device)
         needs_reference = check_reference(loss, recipe)
         self.reference = copy.deepcopy(self.policy).requires_grad_(False) if needs_reference else None
         self.optimizer = torch.optim.AdamW(

@@ -67,7 +67,9 @@ class TrainingEngine:
         self.is_filtered = recipe.policy.generation.has_filters and recipe.lab.filter_logprobs
         self.recorded_curr: Tensor | None = None
         self._policy = recipe.policy
-        self._autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=recipe.policy.precision == "bfloat16")
+        self._autocast = torch.autocast(
+            recipe.lab.device, dtype=torch.bfloat16, enabled=recipe.policy.precision == "bfloat16"
+        )
 
     @torch.no_grad()
     def score_batch(
@@ -82,22 +84,22 @@ class TrainingEngine:
 
         Args:
             model: the model.
-            data: ``input_ids``, ``input_lengths`` and, if the engine reported them, ``routed_experts``.
+            data: ``input_ids``, ``input_lengths`` and, if the engine reported them, ``routed_experts``; on the CPU.
             micro_batch: rows of a forward pass.
             entropy: compute the entropies, too.
 
         Returns:
-            Tensors [B, T], 0 in column 0, which no token predicts.
+            Tensors [B, T] on the CPU, 0 in column 0, which no token predicts.
         """
         scores = torch.zeros(3, *data["input_ids"].shape, dtype=torch.float32)
         dp = self.ranks.dp
         for rows in torch.split(torch.arange(scores.shape[1]), micro_batch)[dp.rank :: dp.size]:
-            part = {key: value[rows] for key, value in data.items()}
+            part = {key: value[rows].to(model.device) for key, value in data.items()}
             packing = pack_sequences(part["input_lengths"], self.ranks.cp)
-            all_tokens = torch.ones_like(scores[0, rows])
+            all_tokens = torch.ones_like(part["input_ids"], dtype=torch.float32)
             targets = packing.pack({**part, TOKEN_MASK: all_tokens, "sample_mask": all_tokens[:, 0]})["targets"]
             values = self._forward(model, packing, part, targets, entropy=entropy)
-            scores[:, rows] = torch.stack([packing.unpack(value, targets, all_tokens) for value in values])
+            scores[:, rows] = torch.stack([packing.unpack(value, targets, all_tokens) for value in values]).cpu()
         return TokenScores(*self.ranks.sum_shards(scores))
 
     def evaluate(
@@ -111,10 +113,11 @@ class TrainingEngine:
         Args:
             model: the policy.
             loss: the loss.
-            batch: [B, T] and [B] tensors under NeMo-RL's keys.
+            batch: [B, T] and [B] tensors under NeMo-RL's keys, on the CPU.
             documents: number of responses in the optimiser step, over all microbatches and ranks.
             tokens: number of trained tokens in the optimiser step, over all microbatches and ranks.
         """
+        batch = {key: value.to(model.device) for key, value in batch.items()}
         packing = pack_sequences(batch["input_lengths"], self.ranks.cp)
         packed = packing.pack(batch)
         logprobs = self._forward(model, packing, batch, packed["targets"]).logprobs
@@ -122,7 +125,7 @@ class TrainingEngine:
             logprobs = zero_filtered(logprobs)
         rows = packing.unpack(logprobs, packed["targets"], batch[TOKEN_MASK])
         if self.recorded_curr is not None:
-            self.recorded_curr[batch["row"]] = rows.detach()
+            self.recorded_curr[batch["row"].cpu()] = rows.detach().cpu()
         if self.ranks.tp.size * self.ranks.cp.size > 1:
             return loss.packed(logprobs, packed, packing.segments, documents, tokens)
         return loss(next_token_logprobs=rows[:, 1:], data=batch, global_valid_seqs=documents, global_valid_toks=tokens)
@@ -151,9 +154,9 @@ class TrainingEngine:
             logits = filter_logits(logits, generation)
         elif generation.temperature != 1:
             logits = logits / generation.temperature
-        differ = (
-            torch.zeros(len(ids[0])) if routes is None else routes_differ(torch.stack(chosen, dim=1), routes).float()
-        )
+        differ = torch.zeros(len(ids[0]), device=ids.device)
+        if routes is not None:
+            differ = routes_differ(torch.stack(chosen, dim=1), routes).float()
         if entropy:
             logprobs_and_entropy = vocab_parallel_logprobs(
                 logits, targets, entropy=True, group=tp.group, shard_sizes=sizes

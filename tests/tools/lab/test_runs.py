@@ -158,3 +158,19 @@ def test_a_killed_run_goes_on_with_the_same_curve_and_loses_a_step_at_most(tmp_p
     for key in one.columns.keys() - TIMINGS:
         assert one.series(key) == pytest.approx(other.series(key), rel=0, abs=0, nan_ok=True), key
     assert other.series("reward")[: before.steps] == before.series("reward")
+
+
+def test_a_gpu_that_torch_does_not_see_is_an_error_before_any_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(yaml.safe_dump({**TINY, "lab": {"device": "cuda"}}))
+    assert main(["lab", str(recipe), "--out", str(tmp_path / "out")]) == 2
+    assert "lab.device: torch" in (text := capsys.readouterr().err)
+    assert "sees no GPU; set lab.device: cpu" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_device_does_not_define_a_run(tiny, tmp_path):
+    """As with the number of threads, a run of one device is not trained again for another one."""
+    on_cpu, on_gpu = (Run("gspo:none", tiny(lab={"device": device}), tmp_path) for device in ("cpu", "cuda"))
+    assert on_cpu.name == on_gpu.name
