@@ -2,8 +2,8 @@
 
 ``python -m nemo_geomask.tools.lab.tuned_evidence REGIME STAGE --out DIR`` trains what is missing of a stage, and writes
 the curves of its finished runs to ``docs/evidence/tuned/REGIME.parquet``. Without arguments it rewrites the tables of
-``docs/background/evidence.md`` and the figures from these files. ``docs/evidence/tuned.toml`` has regimes, variants and
-bounds.
+``docs/background/evidence.md`` and ``docs/reference/masks.md``, and the figures, from these files.
+``docs/evidence/tuned.toml`` has regimes, variants and bounds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nemo_geomask.tools.lab.tuned_choice import Cell, TunedRun, choose, choose_b
 from nemo_geomask.tools.lab.tuned_comparison import compare_tuned_runs
 from nemo_geomask.tools.lab.tuned_plot import draw_comparison
 from nemo_geomask.tools.lab.tuned_regimes import Regime, read_regimes
-from nemo_geomask.tools.lab.tuned_tables import comparison_tables
+from nemo_geomask.tools.lab.tuned_tables import comparison_tables, sensitivity_table
 from nemo_geomask.tools.shared.flat_settings import differing_keys, flatten_settings
 from nemo_geomask.tools.shared.markdown import replace_marked_text
 
@@ -36,16 +36,19 @@ __all__ = [
     "check_stored_runs",
     "load_tuned_runs",
     "plan_stage",
+    "rewrite_bound_tables",
+    "rewrite_tables",
     "with_missing_steps",
     "write_tuned_runs",
 ]
 
-Stage = Literal["baseline", "bound", "rate", "confirm", "below"]
+Stage = Literal["baseline", "bound", "rate", "confirm", "below", "sensitivity"]
 """Stage of the protocol.
 
 ``baseline`` searches the bound of the first variant at one learning rate, ``bound`` that of all, and ``rate`` the
 learning rate; ``confirm`` is the confirmation.
 ``below`` runs learning rates below the grid on the search seeds, for variants that chose the lowest of the grid.
+``sensitivity`` runs further bounds, and further masks and weights, on the search seeds; they choose nothing.
 """
 
 _METRICS = ("reward", "validation/reward", "approx_entropy", "grad_norm")
@@ -60,7 +63,7 @@ def plan_stage(
     Args:
         regime: the regime.
         stage: ``rate`` needs the runs of ``bound``, ``confirm`` and ``below`` those of both. ``bound`` needs those of
-            ``baseline`` where the regime builds on them.
+            ``baseline`` where the regime builds on them, and so does ``sensitivity``.
         runs: finished runs of earlier stages.
         out: folder of all runs.
         seeds: some of the stage's seeds; None: all.
@@ -79,7 +82,7 @@ def plan_stage(
         cell_seeds = [seed for other, seed in stage_runs if other == cell and seed in chosen_seeds]
         if not cell_seeds:
             continue
-        variant = regime.variants[cell.variant]
+        variant = (regime.sensitivity if stage == "sensitivity" else regime.variants)[cell.variant]
         overrides = [
             *regime.overrides,
             *_baseline_overrides(regime, cell.variant, runs),
@@ -119,8 +122,9 @@ def _stage_runs(regime: Regime, stage: Stage, runs: Iterable[TunedRun]) -> list[
         bounds = choose_bounds(search, regime)
         cells = [Cell(name, bound, rate) for name, bound in bounds.items() for rate in regime.learning_rates]
     else:
-        names = [regime.baseline] if stage == "baseline" else list(regime.variants)
-        cells = [Cell(name, bound, regime.search_rate) for name in names for bound in regime.variants[name].bounds]
+        baseline = {regime.baseline: regime.variants[regime.baseline]}
+        tried = {"baseline": baseline, "bound": regime.variants, "sensitivity": regime.sensitivity}[stage]
+        cells = [Cell(name, bound, regime.search_rate) for name, variant in tried.items() for bound in variant.bounds]
     return [(cell, seed) for cell in cells for seed in regime.search_seeds]
 
 
@@ -263,6 +267,17 @@ def rewrite_tables(docs: Path, regimes: Mapping[str, Regime]) -> str:
     return text
 
 
+def rewrite_bound_tables(docs: Path, regimes: Mapping[str, Regime]) -> str:
+    """Return the text of ``masks.md`` with the rewards by bound of each regime that has a sensitivity stage."""
+    page = docs / "reference" / "masks.md"
+    text = page.read_text(encoding="utf-8")
+    for regime in regimes.values():
+        if regime.sensitivity:
+            runs = load_tuned_runs(docs / "evidence" / "tuned" / f"{regime.name}.parquet")
+            text = replace_marked_text(text, f"bounds_{regime.name}", sensitivity_table(runs, regime), page=page.name)
+    return text
+
+
 def _main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m nemo_geomask.tools.lab.tuned_evidence",
@@ -285,9 +300,8 @@ def _main() -> None:
                 f"name a regime and a stage; regimes: {', '.join(regimes)}; stages: {', '.join(get_args(Stage))}"
             )
         _train_stage(regimes[arguments.regime], arguments.stage, arguments)
-    (arguments.docs / "background" / "evidence.md").write_text(
-        rewrite_tables(arguments.docs, regimes), encoding="utf-8"
-    )
+    for page, rewrite in {"background/evidence.md": rewrite_tables, "reference/masks.md": rewrite_bound_tables}.items():
+        (arguments.docs / page).write_text(rewrite(arguments.docs, regimes), encoding="utf-8")
 
 
 if __name__ == "__main__":

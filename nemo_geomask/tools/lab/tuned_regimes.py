@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ class Regime:
         primary_seeds: seeds of the primary comparison, the confirmation's among them.
         below_grid: learning rates that are run beside the grid, where the search chose its lowest one.
         builds_on_baseline: True if the other variants run at the bound that the search chose for the first one.
+        sensitivity: masks and weights, each with five bounds, that are run at the search's learning rate and seeds, and
+            choose nothing. Those of :attr:`variants` have the same names and share their runs.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Regime:
     primary_seeds: Sequence[int]
     below_grid: Sequence[float] = ()
     builds_on_baseline: bool = False
+    sensitivity: Mapping[str, TunedVariant] = field(default_factory=dict)
 
     @property
     def baseline(self) -> str:
@@ -92,7 +95,10 @@ def read_regimes(path: Path) -> dict[str, Regime]:
             **seeds,
             **{
                 **settings,
-                "variants": {key: TunedVariant(key, **value) for key, value in settings["variants"].items()},
+                **{
+                    kind: {key: TunedVariant(key, **value) for key, value in settings.get(kind, {}).items()}
+                    for kind in ("variants", "sensitivity")
+                },
             },
         )
         for name, settings in data.items()

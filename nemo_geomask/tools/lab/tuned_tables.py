@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
 from nemo_geomask.tools.lab.outcome import WINDOW, best_reward, final_reward, has_collapsed, has_died
 from nemo_geomask.tools.lab.run_store import RunCurves
 from nemo_geomask.tools.lab.tuned_choice import TunedRun
 from nemo_geomask.tools.lab.tuned_comparison import PairedDifference, TunedComparison
+from nemo_geomask.tools.lab.tuned_regimes import Regime
 from nemo_geomask.tools.shared.intervals import format_mean
 from nemo_geomask.tools.shared.markdown import markdown_table
 
-__all__ = ["comparison_tables"]
+__all__ = ["comparison_tables", "sensitivity_table"]
 
 _COURSE_EVERY = 20  # steps between the columns of the primary comparison's course
 
@@ -46,6 +47,31 @@ def comparison_tables(comparison: TunedComparison) -> str:
             *_against_alternative(comparison),
         )
     )
+
+
+def sensitivity_table(runs: Iterable[TunedRun], regime: Regime) -> str:
+    """Return the rewards of each mask and weight at its five bounds, and that of the variant without a correction.
+
+    A cell is the mean over the search seeds at the search's learning rate; it says how many there are if some are
+    missing. The variant without a correction has its best bound.
+    """
+    rewards: dict[tuple[str, str], list[float]] = {}
+    for run in runs:
+        if run.seed in regime.search_seeds and run.cell.learning_rate == regime.search_rate:
+            rewards.setdefault((run.cell.variant, run.cell.bound), []).append(run.reward)
+
+    def cell(name: str, bound: str) -> str:
+        found = rewards.get((name, bound), [])
+        count = "" if len(found) == len(regime.search_seeds) else f" ({len(found)} of {len(regime.search_seeds)} seeds)"
+        return f"{bound}: {fmean(found):.3f}{count}" if found else f"{bound}: not run"
+
+    without = max(fmean(rewards[name, bound]) for name, bound in rewards if name == regime.baseline)
+    rows = [
+        [name, variant.published, *(cell(name, bound) for bound in variant.bounds)]
+        for name, variant in regime.sensitivity.items()
+    ]
+    table = markdown_table(["mask or weight", "published bound", *["bound: mean reward"] * 5], rows)
+    return f"Without a correction: {without:.3f}.\n\n{table}"
 
 
 def _against_alternative(comparison: TunedComparison) -> list[str]:

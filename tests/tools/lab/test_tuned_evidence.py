@@ -11,6 +11,7 @@ from statistics import fmean, stdev
 
 import pytest
 
+from nemo_geomask.config.presets import PUBLISHED_SETTINGS
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.evidence_columns import EVIDENCE_SPECS, figure_look, figure_name
 from nemo_geomask.tools.lab.outcome import has_collapsed, has_died
@@ -22,12 +23,13 @@ from nemo_geomask.tools.lab.tuned_evidence import (
     check_stored_runs,
     load_tuned_runs,
     plan_stage,
+    rewrite_bound_tables,
     rewrite_tables,
     with_missing_steps,
     write_tuned_runs,
 )
 from nemo_geomask.tools.lab.tuned_regimes import Regime, TunedVariant, read_regimes
-from nemo_geomask.tools.lab.tuned_tables import comparison_tables
+from nemo_geomask.tools.lab.tuned_tables import comparison_tables, sensitivity_table
 from nemo_geomask.tools.shared.intervals import mean_interval
 
 ROOT = Path(__file__).parents[3]
@@ -285,6 +287,29 @@ def test_the_protocols_regimes_can_be_planned(tmp_path, monkeypatch):
         check_settings([stored], planned)
 
 
+def test_every_mask_and_level_has_five_bounds_with_its_published_one():
+    regimes = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")
+    variants = [variant for plan in regimes.values() for variant in plan.sensitivity.values()]
+    assert {len(variant.bounds) for variant in variants} == {5}
+    specs = {variant.compare.removeprefix("clipped_pg:").removeprefix("none+") for variant in variants}
+    assert specs == {*PUBLISHED_SETTINGS, "token", "sequence", "sequence_mean"}
+    for plan in regimes.values():
+        for name, variant in plan.sensitivity.items():
+            if name in plan.variants:
+                assert plan.variants[name].bounds.items() <= variant.bounds.items()
+
+
+def test_the_table_of_bounds_says_what_was_not_run():
+    bounds = {bound: [] for bound in ("0", "1", "2")}
+    plan = dataclasses.replace(regime(), sensitivity={"OPSM": TunedVariant("OPSM", "x", bounds, "0", True)})
+    runs = [run("none", "0", 2e-3, seed, 0.3 + 0.1 * seed) for seed in SEARCH]
+    runs += [run("OPSM", "0", 2e-3, seed, 0.1 * seed) for seed in SEARCH] + [run("OPSM", "1", 2e-3, 1, 0.7)]
+    runs += [run("OPSM", "2", 1e-3, 1, 0.9), run("OPSM", "2", 2e-3, 301, 0.9)]  # another rate, another seed
+    text = sensitivity_table(runs, plan)
+    assert text.startswith("Without a correction: 0.450.\n")
+    assert "| OPSM | 0 | 0: 0.150 | 1: 0.700 (1 of 2 seeds) | 2: not run |" in text
+
+
 def test_the_missing_steps_of_a_run_that_failed_have_no_reward():
     curves = with_missing_steps(run("none", "0", 1e-3, 1, 0.5, steps=15).curves, 20)
     assert curves.finished
@@ -347,6 +372,8 @@ def test_the_published_tables_are_the_datas(tmp_path, monkeypatch):
     for name, plan in regimes.items():
         check_stored_runs(plan, load_tuned_runs(ROOT / "docs" / "evidence" / "tuned" / f"{name}.parquet"))
     assert rewrite_tables(tmp_path, regimes) == page.read_text(encoding="utf-8")
+    masks = ROOT / "docs" / "reference" / "masks.md"
+    assert rewrite_bound_tables(ROOT / "docs", regimes) == masks.read_text(encoding="utf-8")
 
 
 def test_what_the_pages_say_of_stale_samples():
