@@ -200,13 +200,20 @@ def histogram(name: str, size: Tensor) -> Metric:
 
 def _bin_sums(bins: Tensor, weight: Tensor) -> Tensor:
     """Return the summed weights of each bin, [_BINS]."""
-    if not bins.is_cuda:
-        # The bins are summed row by row. With a flattened index, compiled code would compute each token's row and
-        # column by a division.
-        row_sums = weight.new_zeros(*weight.shape[:-1], _BINS).scatter_add(-1, bins.long(), weight)
-        return row_sums.view(-1, _BINS).sum(dim=0)
-    # A GPU serialises additions to one address, and most tokens fall into a few bins. So neighbouring tokens are added
-    # to separate copies of the histogram, the lanes.
+    if bins.is_cuda:
+        return _bin_sums_in_lanes(bins, weight)
+    # The bins are summed row by row. With a flattened index, compiled code would compute each token's row and column by
+    # a division.
+    row_sums = weight.new_zeros(*weight.shape[:-1], _BINS).scatter_add(-1, bins.long(), weight)
+    return row_sums.view(-1, _BINS).sum(dim=0)
+
+
+def _bin_sums_in_lanes(bins: Tensor, weight: Tensor) -> Tensor:
+    """Return what :func:`_bin_sums` does, fast on a GPU.
+
+    A GPU serialises additions to one address, and most tokens fall into a few bins. So neighbouring tokens are added to
+    separate copies of the histogram, the lanes.
+    """
     lanes = torch.arange(bins.numel(), dtype=bins.dtype, device=bins.device).remainder_(_GPU_LANES)
     lane_sums = weight.new_zeros(_GPU_LANES * _BINS).index_add(0, bins.flatten() + _BINS * lanes, weight.flatten())
     return lane_sums.view(_GPU_LANES, _BINS).sum(dim=0)

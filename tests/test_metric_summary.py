@@ -30,6 +30,10 @@ def test_a_quantile_is_interpolated_in_the_logarithm():
     assert not any("_bin_" in name for name in summary)
 
 
+def test_a_quantile_at_the_edge_of_a_bin_is_that_edge():
+    assert summarize_step(bins(b3=0.5, b10=0.5))[f"{NAME}_q50"] == pytest.approx(edge(3))
+
+
 def test_a_quantile_in_the_first_bin_is_linear():
     assert summarize_step(bins(b0=0.8, b5=0.2))[f"{NAME}_q50"] == pytest.approx(0.625 * 2.0**-13)
     # Of what there is, where the fractions don't add up to 1.
@@ -45,6 +49,8 @@ def test_the_maximum_is_at_most_the_edge_of_the_last_bin_that_is_not_empty():
     assert summary[f"{NAME}_max"] == below
     assert summary[f"{NAME}_q999"] == below  # no quantile exceeds it
     assert summarize_step(bins(b33=1.0))[f"{NAME}_max"] == math.inf
+    assert summarize_step(bins(b32=1.0))[f"{NAME}_max"] == pytest.approx(edge(32))
+    assert summarize_step(bins())[f"{NAME}_max"] == edge(0)
 
 
 def test_a_metric_that_only_ends_like_a_bin_stays():

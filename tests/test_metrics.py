@@ -203,3 +203,5 @@ def test_a_name_that_looks_like_a_bin_is_no_histogram():
 def test_the_former_name_of_summarize_step_still_works_with_a_warning():
     with pytest.deprecated_call(match="summarize_step"):
         assert metrics.summarized is summarize_step
+    with pytest.raises(AttributeError, match=r"module 'nemo_geomask\.metrics' has no attribute 'summarised'"):
+        metrics.summarised  # noqa: B018

@@ -1,7 +1,9 @@
 """Former names of public fields still work, and warn with the new name."""
 
 import pytest
+import torch
 
+from nemo_geomask import functional, metrics
 from nemo_geomask.config import MaskStatistic, Truncation, WeightLevel
 from nemo_geomask.losses import Decision, Part
 
@@ -30,3 +32,10 @@ def test_words_of_a_part():
 def test_why_of_a_decision():
     with pytest.warns(DeprecationWarning, match="Decision.why is now called Decision.reason"):
         assert Decision(False, "vetoed").why == "vetoed"
+
+
+def test_the_warnings_of_functions_point_at_the_caller():
+    with pytest.deprecated_call() as caught:
+        assert metrics.summarized is metrics.summarize_step
+        functional.outside(torch.zeros(1), 0.0, 1.0)
+    assert [warning.filename for warning in caught] == [__file__] * 2
