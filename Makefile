@@ -141,7 +141,7 @@ nemo-rl-losses: $(NEMO)/.ready
 
 # Needs torch, triton, numpy and pytest; what else is missing skips with its reason. addopts is strict about plugins.
 gpu:
-	PYTHONPATH=. $(GPU_PYTHON) -m pytest -ra -o addopts= tests/gpu
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -ra -o addopts= tests/gpu tests/tools/lab/test_on_gpu.py
 	PYTHONPATH=. $(GPU_PYTHON) -m nemo_geomask.tools.bench --device cuda --out docs/performance $(ARGS)
 	PYTHONPATH=. $(GPU_PYTHON) -m nemo_geomask.tools.bench.performance_page docs/background/performance.md
 

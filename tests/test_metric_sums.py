@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
-from nemo_geomask import metrics
 from nemo_geomask.metrics import Label, Metric, Metrics, MetricSums, histogram
 from nemo_geomask.segments import PaddedSegments
 
@@ -130,43 +127,6 @@ def test_compiled_code_makes_the_same_vector(monkeypatch, dtype, default_dtype):
     found = reduced(PaddedSegments())[2]
     assert found.dtype == expected.dtype == torch.float32
     assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("shape", [(3, 700), (500,)])
-def test_the_sums_for_a_gpu_are_those_for_a_cpu(shape):
-    draw = torch.Generator().manual_seed(2)
-    bins = torch.randint(0, 34, shape, generator=draw, dtype=torch.int32)
-    weight = torch.randint(0, 5, shape, generator=draw).float()  # whole numbers, whose sums are exact
-    found = metrics._bin_sums_in_lanes(bins, weight)
-    expected = [float(weight[bins == index].sum()) for index in range(34)]
-    assert found.tolist() == metrics._bin_sums(bins, weight).tolist() == expected
-
-
-@pytest.mark.parametrize("is_compiling", [False, True])
-def test_the_default_device_plays_no_part(monkeypatch, is_compiling):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)
-    expected = reduced(PaddedSegments())[2]
-    given = [report._replace(value=functools.partial(torch.clone, report.value())) for report in reports()]
-    bins, weight = torch.arange(34, dtype=torch.int32), torch.ones(34)
-    sums = MetricSums(WEIGHT, SAMPLE_MASK, PaddedSegments(), is_full=True)
-    with torch.device("meta"):
-        sums.add(given)
-        found = sums.reduce_over_ranks(COUNTS[0], *COUNTS)[1]
-        lanes = metrics._bin_sums_in_lanes(bins, weight)
-    assert torch.equal(found, expected)
-    assert lanes.tolist() == [1.0] * 34
-
-
-class OnGpu(torch.Tensor):
-    """A tensor of the CPU that says that it is on a GPU."""
-
-    is_cuda = True
-
-
-def test_bins_on_a_gpu_are_summed_in_lanes():
-    bins = torch.tensor([3, 3, 33], dtype=torch.int32).as_subclass(OnGpu)
-    found = metrics._bin_sums(bins, torch.tensor([1.0, 2.0, 4.0]))
-    assert {index: value for index, value in enumerate(found.tolist()) if value} == {3: 3.0, 33: 4.0}
 
 
 def test_numbers_and_labels_must_match():
