@@ -202,7 +202,7 @@ def collect_from_workers(policy: Any, step: int, requested: Tensor | None) -> li
     for index, worker in enumerate(workers):
         # All ranks of a tensor-parallel group keep the same. The first returns it; the others only discard it.
         is_first = sharding is None or not sharding.get_worker_coords(index).get("tensor_parallel", 0)
-        rows = requested if is_first else torch.empty(0, dtype=torch.int64)
+        rows = requested if is_first else torch.empty(0, dtype=torch.int64, device="cpu")
         reference = worker.__ray_call__.remote(take_kept, step, rows)
         if is_first:
             references.append(reference)
@@ -225,7 +225,7 @@ def merge_kept(answers: Iterable[list[KeptSequence]], ids: Tensor, lengths: Tens
         rows.setdefault(fingerprint, []).append(row)
     merged: dict[str, Tensor] = {}
     for sequence in (sequence for answer in answers for sequence in answer):
-        trained = merged.setdefault(CURR_KNOWN_KEY, torch.zeros(ids.shape, dtype=torch.bool))
+        trained = merged.setdefault(CURR_KNOWN_KEY, torch.zeros_like(ids, dtype=torch.bool))
         inside = sequence.columns < ids.shape[1]
         columns = torch.from_numpy(sequence.columns[inside])
         for row in rows.get(sequence.fingerprint, ()):
@@ -233,7 +233,7 @@ def merge_kept(answers: Iterable[list[KeptSequence]], ids: Tensor, lengths: Tens
             # counts.
             is_new = ~trained[row, columns]
             for name, values in sequence.values.items():
-                target = merged.setdefault(_RECORD_KEYS[name], torch.full(ids.shape, torch.nan))
+                target = merged.setdefault(_RECORD_KEYS[name], torch.full_like(ids, torch.nan, dtype=torch.float32))
                 target[row, columns[is_new]] = torch.from_numpy(values[inside])[is_new]
             trained[row, columns] = True
     return merged

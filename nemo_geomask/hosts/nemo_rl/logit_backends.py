@@ -142,7 +142,7 @@ class LogitLoss:
         if size == 1:
             return self._padded(local, data, vocab_parallel_group, counts)
         rows, columns = local.shape[:2]
-        offsets = torch.arange(rows + 1) * columns * size
+        offsets = torch.arange(rows + 1, device="cpu") * columns * size
         result = self._packed(local, data, offsets, None, vocab_parallel_group, context_parallel_group, counts)
         return _scale_gradient(*result, size)
 
@@ -274,7 +274,7 @@ class LogitLoss:
             if isinstance(value, DTensor):
                 gathered[key] = value.full_tensor()[:, order]
         rows, columns = local.shape[:2]
-        offsets = torch.arange(rows + 1) * columns * size
+        offsets = torch.arange(rows + 1, device="cpu") * columns * size
         # FSDP averages gradients over these ranks and NeMo-RL multiplies by their number, so nothing is scaled here.
         return self._packed(local, gathered, offsets, None, group, context_group, counts)
 

@@ -43,7 +43,7 @@ class PrevLogprobMethods:
             return method(*args, **kwargs)
         bound = inspect.signature(method).bind(*args, **kwargs)
         data = bound.arguments["data"]
-        logprobs = torch.full(data["input_ids"].shape, torch.nan)
+        logprobs = torch.full_like(data["input_ids"], torch.nan, dtype=torch.float32)
         if rows := _audited_rows(self, logprobs.shape[0], self.geomask_config.audit_fraction):
             bound.arguments["data"] = data.select_indices(rows)
             logprobs[rows] = method(*bound.args, **bound.kwargs)["logprobs"].to(logprobs)

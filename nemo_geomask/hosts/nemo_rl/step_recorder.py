@@ -288,13 +288,13 @@ class StepRecorder:
         versions = None
         tags = getattr(meta, "tags", None) or ()
         if tags and all("weight_version" in tag for tag in tags):
-            versions = torch.tensor([int(tag["weight_version"]) for tag in tags])
+            versions = torch.tensor([int(tag["weight_version"]) for tag in tags], device="cpu")
         elif loop_values.versions is not None:
             versions = importlib.import_module("ray").get(loop_values.versions, timeout=_COLLECT_TIMEOUT)
-            versions = None if versions is None else torch.tensor(versions)
+            versions = None if versions is None else torch.tensor(versions, device="cpu")
         elif not loop_values.is_asynchronous:
             # A synchronous loop generates with the weights of the last step, and its weight version is the step number.
-            versions = torch.full((rows,), self._steps_done)
+            versions = torch.full((rows,), self._steps_done, device="cpu")
         if versions is not None and len(versions) == rows:
             values |= {"weight_version": versions, "staleness": self._steps_done - versions}
         return values
@@ -308,7 +308,7 @@ def _receive(
     logged = LoggedRows() if logged_rows is None else logged_rows.result()
     row_count = len(data["input_ids"])
     if logged.rewards is not None and len(logged.rewards) == row_count:
-        values["rewards"] = torch.tensor(logged.rewards, dtype=torch.float32)
+        values["rewards"] = torch.tensor(logged.rewards, dtype=torch.float32, device="cpu")
     if logged.environments is not None and len(logged.environments) == row_count:
         values["environment"] = logged.environments
     try:

@@ -116,17 +116,17 @@ def rollout_batch(
     rows = [row for output, request_params in pairs for row in _rows(output, request_params)]
     lengths = [len(row.prompt) + len(row.response) for row in rows]
     shape = len(rows), max(lengths)
-    input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
-    logprobs, token_mask = torch.zeros((2, *shape), dtype=torch.float32)
+    input_ids = torch.full(shape, pad_token_id, dtype=torch.int64, device="cpu")
+    logprobs, token_mask = torch.zeros((2, *shape), dtype=torch.float32, device="cpu")
     for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        input_ids[index, :length] = torch.tensor(row.prompt + row.response, dtype=torch.int64)
-        logprobs[index, len(row.prompt) : length] = torch.tensor(row.logprobs, dtype=torch.float32)
+        input_ids[index, :length] = torch.tensor(row.prompt + row.response, dtype=torch.int64, device="cpu")
+        logprobs[index, len(row.prompt) : length] = torch.tensor(row.logprobs, dtype=torch.float32, device="cpu")
         token_mask[index, len(row.prompt) : length] = 1.0
-    truncated = torch.tensor([row.ending.truncated for row in rows])
-    trained = torch.tensor([row.ending.trained for row in rows])
+    truncated = torch.tensor([row.ending.truncated for row in rows], device="cpu")
+    trained = torch.tensor([row.ending.trained for row in rows], device="cpu")
     return {
         "input_ids": input_ids,
-        "input_lengths": torch.tensor(lengths),
+        "input_lengths": torch.tensor(lengths, device="cpu"),
         GENERATION_LOGPROBS: logprobs,
         TOKEN_MASK: token_mask,
         "sample_mask": (trained & ~truncated if overlong_filtering else trained).float(),

@@ -32,9 +32,10 @@ def install_arithmetic(model: PreTrainedModel) -> None:
     require("transformers", "the lab needs", "demo").AttentionInterface.register(_ATTENTION, _attention)
     model.set_attn_implementation(_ATTENTION)
     widths = [parameter.shape[-1] for name, parameter in model.named_parameters() if "experts" in name]
-    # grouped_mm exists since torch 2.10 and needs rows of a multiple of 16 bytes, also in half precision. Without it,
-    # transformers loops over the experts.
-    if hasattr(F, "grouped_mm") and not any(width % 8 for width in widths):
+    # grouped_mm exists since torch 2.10 and needs rows of a multiple of 16 bytes; on a CPU they are float32, on a GPU
+    # perhaps of half precision. Without it, transformers loops over the experts.
+    multiple = 4 if model.device.type == "cpu" else 8
+    if hasattr(F, "grouped_mm") and not any(width % multiple for width in widths):
         require("transformers.integrations.moe", "the lab needs", "demo").ALL_EXPERTS_FUNCTIONS.register(
             _EXPERTS, _experts
         )

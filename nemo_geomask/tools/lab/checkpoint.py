@@ -110,7 +110,7 @@ def _read(path: Path, run: Run) -> Checkpoint:
     if hashlib.sha256(payload).digest() != digest:
         raise _DamagedCheckpointError("does not match its hash: it was truncated or changed")
     try:
-        data = torch.load(io.BytesIO(payload), weights_only=True)
+        data = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
         run_name, step, state = data["run"], int(data["step"]), dict(data["state"])
     except Exception as error:  # torch raises errors of many types for files that are not its own
         raise _DamagedCheckpointError(f"does not hold the state of a run ({type(error).__name__})") from None

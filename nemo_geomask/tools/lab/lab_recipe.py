@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from nemo_geomask.config import StrictModel, nearest, parse
 from nemo_geomask.config.plugins import PluginGroup
@@ -212,6 +212,13 @@ class LabConfig(StrictModel):
         "removes it.",
     )
 
+    @field_validator("device", mode="before")
+    @classmethod
+    def _check_name(cls, value: Any) -> Any:
+        if isinstance(value, str) and value not in ("cpu", "cuda") and ("gpu" in value or value.startswith("cuda:")):
+            raise ValueError(f"a GPU is called cuda, not {value}; CUDA_VISIBLE_DEVICES chooses which one")
+        return value
+
     @property
     def processes(self) -> int:
         """Number of processes of a run."""
@@ -287,14 +294,14 @@ class LabRecipe(StrictModel):
             return self
         if self.policy.generation.backend == "vllm":
             raise ValueError(
-                "lab.device: cuda needs policy.generation.backend: copy, because vLLM takes a GPU's memory for itself; "
-                "set the backend to copy, or lab.device: cpu"
+                "lab.device: cuda is not supported with policy.generation.backend: vllm; set the backend to copy, or "
+                "lab.device: cpu"
             )
         if self.lab.processes > 1:
             raise ValueError(
                 f"lab.device: cuda needs a single process, but lab.tp, lab.cp and lab.dp ({self.lab.tp}, "
-                f"{self.lab.cp}, {self.lab.dp}) start several, which exchange tensors of a CPU; set these to 1, or "
-                "lab.device: cpu"
+                f"{self.lab.cp}, {self.lab.dp}) start several, which exchange tensors over gloo, on the CPU; set these "
+                "to 1, or lab.device: cpu"
             )
         return self
 

@@ -47,14 +47,16 @@ def policy_config(config: ModelConfig, task: Task) -> PretrainedConfig:
     return hf_config
 
 
-def build_policy(config: ModelConfig, task: Task, seed: int) -> PreTrainedModel:
-    """Build a ``Qwen3MoeForCausalLM`` in float32 on the CPU; the same seed gives the same weights."""
+def build_policy(config: ModelConfig, task: Task, seed: int, device: str = "cpu") -> PreTrainedModel:
+    """Build a ``Qwen3MoeForCausalLM`` in float32; the same seed gives the same weights on every device."""
     transformers: Any = require("transformers", "the lab needs", "demo")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
             policy_config(config, task), dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
         )
+    placed: Any = policy
+    placed.to(device)
     install_arithmetic(policy)
     return policy
 

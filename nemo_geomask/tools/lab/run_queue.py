@@ -314,7 +314,7 @@ def _collect_facts(run: Run, trainer: Trainer) -> dict[str, Any]:
         "chance": load_task(run.recipe.env).chance,
         "sampler": trainer.sampler.name,
         "precision": run.recipe.policy.precision,
-        "ranks": run.recipe.lab.model_dump(include={"tp", "cp", "dp"}, exclude_defaults=True),
+        "ranks": run.recipe.lab.model_dump(include={"tp", "cp", "dp", "device"}, exclude_defaults=True),
         "machine": device_names()[0]
         if run.recipe.lab.device == "cuda"
         else f"{processor_name()}, {os.cpu_count()} cores",

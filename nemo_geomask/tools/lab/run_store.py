@@ -97,7 +97,8 @@ class RunCurves:
         facts: ``label``, ``variant``, ``position``, ``seed``, ``finished``, ``settings``, the validated ``loss_fn``,
             ``corrected`` (True if the correction weight was applied; otherwise ``geomask/weight…`` are about the weight
             that would have been applied), ``chance``, ``sampler``, ``precision``, ``ranks`` (those of ``lab.tp``,
-            ``cp`` and ``dp`` that are not 1), ``machine``, ``versions``, and ``error`` if a step raised an error.
+            ``cp``, ``dp`` and ``device`` that are not the default), ``machine``, ``versions``, and ``error`` if a step
+            raised an error.
         columns: values of each metric by step; NaN where a step has none.
     """
 

@@ -25,7 +25,7 @@ from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.run_queue import train
 from nemo_geomask.tools.lab.run_store import COMPUTE_KEYS, Run, RunCurves
 
-__all__ = ["parse_seeds", "parse_vary", "plan_runs", "report_runs", "train_recipe"]
+__all__ = ["choose_jobs", "parse_seeds", "parse_vary", "plan_runs", "report_runs", "train_recipe"]
 
 
 def train_recipe(
@@ -65,7 +65,7 @@ def train_recipe(
     runs = plan_runs(path, overrides, compare=compare, vary=vary, seeds=seeds, loss_from=loss_from, out=folder)
     console = _create_console()
     progress = Progress(console, len({run.recipe.grpo.seed for run in runs}))
-    complete = train(runs, progress, jobs=_choose_jobs(jobs, runs))
+    complete = train(runs, progress, jobs=choose_jobs(jobs, runs))
     if not any(run.steps_file.exists() for run in runs):
         console.print("No step was completed; nothing to report.")
         return 130
@@ -195,8 +195,11 @@ def _compared_losses(recipe: LabRecipe, compare: str | None) -> tuple[ComparedLo
     return (ComparedLoss(str(recipe.loss_fn.get("name", "clipped_pg")), recipe.loss_fn),)
 
 
-def _choose_jobs(requested: int | None, runs: Sequence[Run]) -> int:
-    """Return the number of training processes; 1 if a run has several ranks or vLLM, which use several cores."""
+def choose_jobs(requested: int | None, runs: Sequence[Run]) -> int:
+    """Return the number of training processes; 1 if a run has several ranks or vLLM, which use several cores.
+
+    On a GPU it is 1, too, unless the user requests more, since the runs share its memory.
+    """
     recipe = runs[0].recipe
     reason = None
     if any(run.recipe.lab.processes > 1 for run in runs):
@@ -212,7 +215,8 @@ def _choose_jobs(requested: int | None, runs: Sequence[Run]) -> int:
             )
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return requested or max(1, cores // recipe.lab.num_threads)
+    default = 1 if recipe.lab.device == "cuda" else max(1, cores // recipe.lab.num_threads)
+    return requested or default
 
 
 @contextlib.contextmanager

@@ -42,7 +42,10 @@ def check_device(recipe: LabRecipe) -> None:
         ConfigError: torch sees none.
     """
     if recipe.lab.device == "cuda" and not torch.cuda.is_available():
-        message = f"torch {torch.__version__} sees no GPU; set lab.device: cpu, or install a torch with CUDA on a GPU"
+        message = (
+            f"cuda, but torch {torch.__version__} sees no GPU; set cpu, or install a torch built for CUDA on a machine "
+            "with a GPU"
+        )
         raise ConfigError(Problem(("lab.device",), message))
 
 
@@ -79,8 +82,9 @@ class Trainer:
     """Trainer of a randomly initialised policy with one loss.
 
     All randomness follows from ``recipe.grpo.seed``, through separate generators for weights, prompts, sampling and
-    shuffling. Two trainers with the same recipe, machine and number of CPU threads give the same numbers. Trainers that
-    differ only in the loss start from the same weights and get the same prompts. These are also the same on a GPU.
+    shuffling. On a CPU, two trainers with the same recipe, machine and number of CPU threads give the same numbers.
+    Trainers that differ only in the loss start from the same weights and get the same prompts. Weights and prompts are
+    those of the CPU on a GPU, too.
 
     With several ranks, each rank runs a trainer, and all take the same steps.
 
@@ -113,9 +117,7 @@ class Trainer:
         self.task = load_task(recipe.env)
         self.sampler = sampler or build_sampler(recipe)
         self.engine = TrainingEngine(ranks, recipe)
-        self.policy = build_policy(recipe.policy.model, self.task, seed)
-        device: Any = recipe.lab.device  # transformers wraps the method under another signature
-        self.policy.to(device)
+        self.policy = build_policy(recipe.policy.model, self.task, seed, recipe.lab.device)
         needs_reference = check_reference(loss, recipe)
         self.reference = copy.deepcopy(self.policy).requires_grad_(False) if needs_reference else None
         self.optimizer = torch.optim.AdamW(

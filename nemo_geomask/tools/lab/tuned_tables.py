@@ -10,7 +10,7 @@ from nemo_geomask.tools.lab.outcome import WINDOW, best_reward, final_reward, ha
 from nemo_geomask.tools.lab.run_store import RunCurves
 from nemo_geomask.tools.lab.tuned_choice import TunedRun
 from nemo_geomask.tools.lab.tuned_comparison import PairedDifference, TunedComparison
-from nemo_geomask.tools.lab.tuned_regimes import Regime
+from nemo_geomask.tools.lab.tuned_regimes import Regime, TunedVariant
 from nemo_geomask.tools.shared.intervals import format_mean
 from nemo_geomask.tools.shared.markdown import markdown_table
 
@@ -52,26 +52,36 @@ def comparison_tables(comparison: TunedComparison) -> str:
 def sensitivity_table(runs: Iterable[TunedRun], regime: Regime) -> str:
     """Return the rewards of each mask and weight at its five bounds, and that of the variant without a correction.
 
-    A cell is the mean over the search seeds at the search's learning rate; it says how many there are if some are
-    missing. The variant without a correction has its best bound.
+    A mean is over the search seeds at the search's learning rate; it says how many there are if some are missing.
+    Bounds that were not run are left out. The variant without a correction has its best bound.
     """
-    rewards: dict[tuple[str, str], list[float]] = {}
+    rewards: dict[str, dict[str, list[float]]] = {}
     for run in runs:
         if run.seed in regime.search_seeds and run.cell.learning_rate == regime.search_rate:
-            rewards.setdefault((run.cell.variant, run.cell.bound), []).append(run.reward)
-
-    def cell(name: str, bound: str) -> str:
-        found = rewards.get((name, bound), [])
-        count = "" if len(found) == len(regime.search_seeds) else f" ({len(found)} of {len(regime.search_seeds)} seeds)"
-        return f"{bound}: {fmean(found):.3f}{count}" if found else f"{bound}: not run"
-
-    without = max(fmean(rewards[name, bound]) for name, bound in rewards if name == regime.baseline)
-    rows = [
-        [name, variant.published, *(cell(name, bound) for bound in variant.bounds)]
-        for name, variant in regime.sensitivity.items()
-    ]
-    table = markdown_table(["mask or weight", "published bound", *["bound: mean reward"] * 5], rows)
+            rewards.setdefault(run.cell.variant, {}).setdefault(run.cell.bound, []).append(run.reward)
+    count = len(regime.search_seeds)
+    rows = []
+    for name, variant in regime.sensitivity.items():
+        found = {bound: rewards.get(name, {}).get(bound, []) for bound in variant.bounds}
+        texts = [
+            f"{bound}: {fmean(values):.3f}" + ("" if len(values) == count else f" ({len(values)} of {count} seeds)")
+            for bound, values in found.items()
+            if values
+        ]
+        if texts:
+            rows.append([_preset_name(variant), variant.published, ", ".join(texts)])
+    if regime.baseline not in rewards or not rows:
+        return "Not enough data: the runs without a correction, or those of every bound, are missing."
+    without = max(fmean(values) for values in rewards[regime.baseline].values())
+    table = markdown_table(["mask or weight", "published bound", "mean reward by bound"], rows)
     return f"Without a correction: {without:.3f}.\n\n{table}"
+
+
+def _preset_name(variant: TunedVariant) -> str:
+    """Return the preset of a variant's mask, or the level of its weight."""
+    _, _, correction = variant.compare.partition(":")
+    level, _, preset = correction.partition("+")
+    return f"`{preset}`" if preset else f"`is_correction_level: {level}`"
 
 
 def _against_alternative(comparison: TunedComparison) -> list[str]:

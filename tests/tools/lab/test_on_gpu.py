@@ -55,4 +55,8 @@ def test_every_cause_of_mismatch_runs(change):
     for _ in range(3):
         metrics, _ = run.step()
     assert all(value == value for value in metrics.values())
-    run.restore(run.state())
+    again = trainer("cuda", change)
+    again.restore(run.state())
+    for ours, theirs in zip(again.policy.parameters(), run.policy.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert again.step()[1].reward == run.step()[1].reward

@@ -45,17 +45,16 @@ RECIPES = sorted((Path(__file__).parents[3] / "recipes" / "lab").glob("*.yaml"))
         ({"policy": {"doc_per_step": 3}}, "policy.doc_per_step: unknown key; did you mean 'docs_per_step'?"),
         ({"lab": {"tp": 3}}, "r.yaml: lab.tp: Input should be 1, 2 or 4 (found 3)"),
         ({"lab": {"cp": 0}}, "r.yaml: lab.cp: Input should be 1, 2 or 4 (found 0)"),
-        (
-            {"lab": {"device": "gpu"}},
-            "r.yaml: lab.device: Input should be 'cpu' or 'cuda'; did you mean 'cpu'? (found 'gpu')",
-        ),
+        ({"lab": {"device": "gpu"}}, "r.yaml: lab.device: a GPU is called cuda, not gpu; CUDA_VISIBLE_DEVICES chooses"),
+        ({"lab": {"device": "cuda:1"}}, "r.yaml: lab.device: a GPU is called cuda, not cuda:1"),
+        ({"lab": {"device": "tpu"}}, "r.yaml: lab.device: Input should be 'cpu' or 'cuda'"),
         (
             {"lab": {"device": "cuda", "cp": 2}},
             "lab.device: cuda needs a single process, but lab.tp, lab.cp and lab.dp (1, 2, 1) start several",
         ),
         (
             {"policy": {"generation": {"backend": "vllm"}, "model": {"hidden_size": 128}}, "lab": {"device": "cuda"}},
-            "lab.device: cuda needs policy.generation.backend: copy",
+            "lab.device: cuda is not supported with policy.generation.backend: vllm; set the backend to copy",
         ),
         ({"policy": {"model": {"num_attention_heads": 3}}}, "num_attention_heads"),
         ({"env": {"min_terms": 9, "max_terms": 3}}, "min_terms"),

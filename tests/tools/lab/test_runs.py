@@ -23,7 +23,7 @@ from nemo_geomask.cli import main
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.checkpoint import find_checkpoint
 from nemo_geomask.tools.lab.run_store import Run, RunCurves, read_curves, write_steps
-from nemo_geomask.tools.lab.train_recipe import plan_runs, report_runs
+from nemo_geomask.tools.lab.train_recipe import choose_jobs, plan_runs, report_runs
 from nemo_geomask.tools.lab.trainer import Trainer
 from tests.tools.lab.tiny_recipe import TINY
 
@@ -165,12 +165,20 @@ def test_a_gpu_that_torch_does_not_see_is_an_error_before_any_run(tmp_path, caps
     recipe = tmp_path / "r.yaml"
     recipe.write_text(yaml.safe_dump({**TINY, "lab": {"device": "cuda"}}))
     assert main(["lab", str(recipe), "--out", str(tmp_path / "out")]) == 2
-    assert "lab.device: torch" in (text := capsys.readouterr().err)
-    assert "sees no GPU; set lab.device: cpu" in text
+    assert "lab.device: cuda, but torch" in (text := capsys.readouterr().err)
+    assert "sees no GPU; set cpu, or install" in text
     assert not (tmp_path / "out").exists()
 
 
-def test_the_device_does_not_define_a_run(tiny, tmp_path):
-    """As with the number of threads, a run of one device is not trained again for another one."""
-    on_cpu, on_gpu = (Run("gspo:none", tiny(lab={"device": device}), tmp_path) for device in ("cpu", "cuda"))
+def test_a_run_of_another_device_goes_on_but_is_not_compared_as_the_same(tiny, tmp_path):
+    on_cpu, on_gpu = (Run("gspo:none", tiny(lab={"device": device}), tmp_path / device) for device in ("cpu", "cuda"))
     assert on_cpu.name == on_gpu.name
+    for run, ranks in ((on_cpu, {}), (on_gpu, {"device": "cuda"})):
+        write_steps(run, [{"reward": 0.1}], {**FACTS, "ranks": ranks})
+    labels = [curves.label for curves in read_curves([tmp_path / "cpu", tmp_path / "cuda"])]
+    assert labels == ["gspo:none", "gspo:none lab.device=cuda"]
+
+
+def test_one_run_at_a_time_has_a_gpu_unless_more_are_requested(tiny, tmp_path):
+    runs = [Run("gspo:none", tiny(lab={"device": "cuda"}), tmp_path)]
+    assert [choose_jobs(requested, runs) for requested in (None, 1, 3)] == [1, 1, 3]

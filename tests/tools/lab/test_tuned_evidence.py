@@ -291,23 +291,42 @@ def test_every_mask_and_level_has_five_bounds_with_its_published_one():
     regimes = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")
     variants = [variant for plan in regimes.values() for variant in plan.sensitivity.values()]
     assert {len(variant.bounds) for variant in variants} == {5}
-    specs = {variant.compare.removeprefix("clipped_pg:").removeprefix("none+") for variant in variants}
-    assert specs == {*PUBLISHED_SETTINGS, "token", "sequence", "sequence_mean"}
+    assert {preset_of(variant) for variant in variants} == {*PUBLISHED_SETTINGS, "token", "sequence", "sequence_mean"}
+    for variant in variants:
+        if preset := PUBLISHED_SETTINGS.get(preset_of(variant)):
+            pairs = (override.partition("=")[::2] for override in variant.bounds[variant.published])
+            values = {key.rpartition(".")[2]: value for key, value in pairs}
+            for key, value in preset.settings.items():
+                # What the plan does not set is the lab's own, which is that of PUBLISHED_SETTINGS.
+                found = values.get(key, value)
+                assert (float(found) if isinstance(value, float) else found) == value, (variant.name, key)
     for plan in regimes.values():
         for name, variant in plan.sensitivity.items():
             if name in plan.variants:
                 assert plan.variants[name].bounds.items() <= variant.bounds.items()
 
 
-def test_the_table_of_bounds_says_what_was_not_run():
+def preset_of(variant):
+    return variant.compare.removeprefix("clipped_pg:").removeprefix("none+")
+
+
+def test_the_table_of_bounds_has_what_was_run():
     bounds = {bound: [] for bound in ("0", "1", "2")}
-    plan = dataclasses.replace(regime(), sensitivity={"OPSM": TunedVariant("OPSM", "x", bounds, "0", True)})
-    runs = [run("none", "0", 2e-3, seed, 0.3 + 0.1 * seed) for seed in SEARCH]
-    runs += [run("OPSM", "0", 2e-3, seed, 0.1 * seed) for seed in SEARCH] + [run("OPSM", "1", 2e-3, 1, 0.7)]
+    weight = TunedVariant("a weight", "x:token", {"0": []}, "0", True)
+    absent = TunedVariant("absent", "x:none+veto", {"0": []}, "0", True)
+    variants = {"OPSM": TunedVariant("OPSM", "x:none+opsm", bounds, "0", True), "a weight": weight, "absent": absent}
+    plan = dataclasses.replace(regime(), sensitivity=variants)
+    runs = [run("OPSM", "0", 2e-3, seed, 0.1 * seed) for seed in SEARCH] + [run("OPSM", "1", 2e-3, 1, 0.7)]
+    assert sensitivity_table(runs, plan).startswith("Not enough data")
+    assert sensitivity_table([], plan).startswith("Not enough data")
+    runs += [run("none", "0", 2e-3, seed, 0.3 + 0.1 * seed) for seed in SEARCH]
     runs += [run("OPSM", "2", 1e-3, 1, 0.9), run("OPSM", "2", 2e-3, 301, 0.9)]  # another rate, another seed
+    runs += [run("a weight", "0", 2e-3, seed, 0.5) for seed in SEARCH]
     text = sensitivity_table(runs, plan)
     assert text.startswith("Without a correction: 0.450.\n")
-    assert "| OPSM | 0 | 0: 0.150 | 1: 0.700 (1 of 2 seeds) | 2: not run |" in text
+    assert "| `opsm` | 0 | 0: 0.150, 1: 0.700 (1 of 2 seeds) |" in text
+    assert "| `is_correction_level: token` | 0 | 0: 0.500 |" in text
+    assert "veto" not in text
 
 
 def test_the_missing_steps_of_a_run_that_failed_have_no_reward():
