@@ -336,7 +336,8 @@ def _compare_kept(results):
         "entropy": -(logits.exp() * logits).sum(-1),
     }
     for where in results[0]:
-        kept = merge_kept([found[where][-1] for found in results], data["input_ids"], data["input_lengths"])
+        with torch.device("meta"):  # the default device plays no part
+            kept = merge_kept([found[where][-1] for found in results], data["input_ids"], data["input_lengths"])
         trained = kept.pop(CURR_KNOWN_KEY, None)
         assert trained is None or trained[:, 1:].equal(trains)
         assert len(kept) == {"nemo_rl, kept": 1, "geomask, kept": 2}.get(where[-1], 0), where

@@ -59,6 +59,15 @@ def test_columns_speak_of_their_own_token():
     }
 
 
+def test_the_default_device_plays_no_part():
+    outputs = request(completion([4, 5])), request(completion([6], finish="length"), prompt=[3])
+    expected = batch(*outputs)
+    with torch.device("meta"):
+        found = batch(*outputs)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
 def test_the_sampled_token_counts_not_the_likeliest():
     entry = {8: Logprob(-0.1, rank=1), 4: Logprob(-3.0, rank=5), 9: Logprob(-0.7, rank=2)}
     data = batch(request(completion([4], logprobs=[entry])))
