@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -126,6 +128,42 @@ def test_compiled_code_makes_the_same_vector(monkeypatch, dtype, default_dtype):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     found = reduced(PaddedSegments())[2]
     assert found.dtype == expected.dtype == torch.float32
+    assert torch.equal(found, expected)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says that it is on a GPU, where bins are summed in another way."""
+
+    is_cuda = True
+
+
+def bin_sums(bins, weight):
+    sums = MetricSums(weight, SAMPLE_MASK, PaddedSegments(), is_full=True)
+    sums.add([Metric(("geomask/size",), "histogram", lambda: bins)])
+    return sums.reduce_over_ranks(weight.sum(), *COUNTS)[1].tolist()[:-2]
+
+
+@pytest.mark.parametrize("shape", [(3, 700), (500,)])
+def test_the_sums_for_a_gpu_are_those_for_a_cpu(shape):
+    draw = torch.Generator().manual_seed(2)
+    bins = torch.randint(0, 34, shape, generator=draw, dtype=torch.int32)
+    weight = torch.randint(0, 5, shape, generator=draw).float()  # whole numbers, whose sums are exact
+    expected = [float(weight[bins == index].sum()) for index in range(34)]
+    assert bin_sums(bins, weight) == expected
+    assert bin_sums(bins.as_subclass(OnGpu), weight) == expected
+    with torch.device("meta"):
+        assert bin_sums(bins.as_subclass(OnGpu), weight) == expected
+
+
+@pytest.mark.parametrize("is_compiling", [False, True])
+def test_the_default_device_plays_no_part(monkeypatch, is_compiling):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)
+    expected = reduced(PaddedSegments())[2]
+    given = [report._replace(value=functools.partial(torch.clone, report.value())) for report in reports()]
+    sums = MetricSums(WEIGHT, SAMPLE_MASK, PaddedSegments(), is_full=True)
+    with torch.device("meta"):
+        sums.add(given)
+        found = sums.reduce_over_ranks(COUNTS[0], *COUNTS)[1]
     assert torch.equal(found, expected)
 
 
