@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_geomask.cli.arguments import positive_number
 from nemo_geomask.errors import ConfigError
@@ -15,7 +15,7 @@ from nemo_geomask.errors import ConfigError
 if TYPE_CHECKING:
     from nemo_geomask.tools.probe.probe_run import ProbeResult
 
-__all__ = ["DEFAULT_PROMPTS", "EXIT_STATUS", "add_arguments", "probe_recipe", "run"]
+__all__ = ["DEFAULT_PROMPTS", "EXIT_STATUS", "add_arguments", "check_supported", "probe_recipe", "run"]
 
 EXIT_STATUS = {
     0: "the mismatch is explained, or there is none",
@@ -40,6 +40,44 @@ examples
   nemo-geomask probe recipe.yaml ++policy.precision=bfloat16 --switches trainer_precision,engine_precision
   nemo-geomask probe recipe.yaml --budget 20 --out results/probe/mine --resume
 """
+
+
+class _Hindrance(NamedTuple):
+    """Settings, all true, under which a probe can't score; why; and the overrides without them."""
+
+    keys: tuple[str, ...]
+    reason: str
+    overrides: str
+
+
+_MEGATRON = "policy.megatron_cfg.enabled"
+_HINDRANCES = (
+    _Hindrance(
+        ("policy.generation.vllm_cfg.async_engine",),
+        "a probe scores by vLLM's synchronous engine",
+        "++policy.generation.vllm_cfg.async_engine=false ++grpo.async_grpo.enabled=false",
+    ),
+    _Hindrance(
+        ("policy.router_replay.enabled", _MEGATRON),
+        "the given tokens of a probe have no routes that the trainer could replay",
+        "++policy.router_replay.enabled=false",
+    ),
+)
+
+
+def check_supported(values: Mapping[str, Any]) -> None:
+    """Check that a recipe has no setting under which a probe can't score.
+
+    Args:
+        values: the recipe's values by dotted key.
+
+    Raises:
+        ConfigError: it has; the message names all such settings, and the overrides that turn them off.
+    """
+    found = [each for each in _HINDRANCES if all(values.get(key) for key in each.keys)]
+    if found:
+        reasons = "; ".join(f"{each.keys[0]} is true, and {each.reason}" for each in found)
+        raise ConfigError(f"{reasons}. To probe everything else, give {' '.join(each.overrides for each in found)}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,21 +189,17 @@ def probe_recipe(
     from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
 
     folder = folder.resolve()
-    names = ("temperature", "top_p", "top_k", "colocated.enabled", "vllm_cfg.async_engine")
-    more_keys = [f"policy.generation.{name}" for name in names]
-    keys = [*(switch.key for switch in mismatch_switches()), *more_keys, *BATCH_TOKENS, "policy.megatron_cfg.enabled"]
+    names = ("temperature", "top_p", "top_k", "colocated.enabled")
+    more_keys = [f"policy.generation.{name}" for name in names] + [key for each in _HINDRANCES for key in each.keys]
+    keys = [*(switch.key for switch in mismatch_switches()), *more_keys, *BATCH_TOKENS, _MEGATRON]
     recipe_settings = dotted_settings(read_recipe(recipe, overrides, leave=("data", "env")).data)
     values, replaced = values_in_force(recipe, overrides, [*keys, *recipe_settings], ranks=ranks)
-    if values.get("policy.generation.vllm_cfg.async_engine"):
-        raise ConfigError(
-            "policy.generation.vllm_cfg.async_engine is true, and a probe scores by vLLM's synchronous engine; give "
-            "++policy.generation.vllm_cfg.async_engine=false ++grpo.async_grpo.enabled=false to probe everything else"
-        )
+    check_supported(values)
     chosen, untried_rows = choose_switches(
         *(values, replaced),
         names=switches,
         is_read=reads_key,
-        trainer="megatron" if values.get("policy.megatron_cfg.enabled") else "dtensor",
+        trainer="megatron" if values.get(_MEGATRON) else "dtensor",
         has_gpus=has_gpus(),
     )
     sizes = (prompts, _GENERATIONS, ranks)

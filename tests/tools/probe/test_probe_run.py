@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from nemo_geomask.cli.probe import check_supported
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.probe.free_checks import FreeCheck
 from nemo_geomask.tools.probe.probe_report import as_json, as_text, recipe_lines, sentence, write_html
@@ -23,6 +24,35 @@ def choose(values=VALUES, names=None, trainer="dtensor", has_gpus=False, is_read
         values, replaced or {}, names=names, is_read=is_read, trainer=trainer, has_gpus=has_gpus
     )
     return [switch.id for switch in switches], {row.switch.id: row for row in rows}
+
+
+ASYNC, REPLAY = "policy.generation.vllm_cfg.async_engine", "policy.router_replay.enabled"
+MEGATRON = "policy.megatron_cfg.enabled"
+
+
+@pytest.mark.parametrize(
+    ("values", "overrides"),
+    [
+        ({ASYNC: True}, [f"++{ASYNC}=false", "++grpo.async_grpo.enabled=false"]),
+        ({REPLAY: True, MEGATRON: True}, [f"++{REPLAY}=false"]),
+        (
+            {ASYNC: True, REPLAY: True, MEGATRON: True},
+            [f"++{ASYNC}=false", "++grpo.async_grpo.enabled=false", f"++{REPLAY}=false"],
+        ),
+        # DTensor's workers don't read the key.
+        ({REPLAY: True}, []),
+        ({REPLAY: True, MEGATRON: False, ASYNC: False}, []),
+        ({}, []),
+    ],
+)
+def test_what_can_not_be_scored_is_named_with_all_overrides(values, overrides):
+    if not overrides:
+        check_supported(values)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_supported(values)
+    assert str(caught.value).partition("give ")[2].split() == overrides
+    assert all(f"{key} is true" in str(caught.value) for key in values if key != MEGATRON)
 
 
 def test_only_what_the_recipe_leaves_open_is_tried():
