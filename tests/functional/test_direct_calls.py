@@ -166,13 +166,13 @@ def test_log_probs_above_0_count_as_0():
         assert torch.equal(found, F.binary_statistic(log_p.clamp(max=0), log_q.clamp(max=0), statistic))
 
 
-@pytest.mark.parametrize("p", [1e-4, 0.3, 0.5, 0.7, 0.99, 0.999])
+@pytest.mark.parametrize("p", [1e-4, 0.3, 0.5, 0.7, 0.99, 0.9999, 0.99999])
 def test_a_binary_kl_is_accurate_for_small_and_for_large_probabilities(p):
     log_p, log_q = torch.tensor(math.log(p)), torch.tensor(-0.5)  # float32
     x, y = float(log_p), -0.5
     expected = math.exp(y) * (y - x) - math.expm1(y) * (math.log(-math.expm1(y)) - math.log(-math.expm1(x)))
     found = F.binary_statistic(log_p, log_q, "binary_kl")
-    assert abs(found.item()) == pytest.approx(expected, rel=3e-6, abs=1e-7)
+    assert abs(found.item()) == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
 
 SIZES = torch.tensor([0.1, 0.2, 5.0], dtype=torch.float64)
