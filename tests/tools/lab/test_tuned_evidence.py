@@ -459,6 +459,101 @@ def test_what_the_pages_say_of_stale_samples():
     assert sum(len(by_seed) for by_rate in found.grid.values() for by_seed in by_rate.values()) == 200
 
 
+def test_what_the_pages_say_of_samples_eight_updates_old():
+    page, readme = (
+        " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        for name in ("docs/background/evidence.md", "README.md")
+    )
+    plan = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")["lag_8"]
+    found = compare_tuned_runs(load_tuned_runs(ROOT / "docs" / "evidence" / "tuned" / "lag_8.parquet"), plan)
+    primary = found.primary
+    low, high = primary.interval
+    assert (found.choice.correction, found.choice.alternative, primary.verdict) == ("DPPO", "none", "gain")
+    assert all(value > 0 for value in primary.by_seed.values())
+    assert len(primary.by_seed) == 16
+    assert f"DPPO's mask by {primary.mean:.3f} ({low:.3f} to {high:.3f}) over 16 seeds, on all of them" in page
+    assert f"**+{primary.mean:.3f} ({low:.3f} to {high:.3f})**: higher on all 16" in page
+    assert f"by {primary.mean:.3f} ({low:.3f} to {high:.3f}), higher on 16 of 16 seeds" in readme
+    rows = {(measure, row.variant): row for measure, answers in found.answers.items() for row in answers}
+    assert len(rows) == 6
+    for row in rows.values():
+        assert row.verdict == "gain"
+        assert all(value > 0 for value in row.by_seed.values())
+
+    def said(row, words=""):
+        return f"{row.mean:.3f} {words}({row.interval[0]:.3f} to {row.interval[1]:.3f})"
+
+    assert f"OPSM by {said(rows['tuned against tuned', 'OPSM'])} over ten" in page
+    mean = "mean over the learning rates"
+    assert f"DPPO's mask is {said(rows[mean, 'DPPO'], 'higher ')} and OPSM {said(rows[mean, 'OPSM'])}, each" in page
+    corrected, without = found.primary_runs
+    pairs = [(run.curves, without[seed].curves) for seed, run in corrected.items()]
+
+    def advantage(steps):
+        rewards = ((ours.series("reward")[steps], theirs.series("reward")[steps]) for ours, theirs in pairs)
+        return [fmean(ours) - fmean(theirs) for ours, theirs in rewards]
+
+    first, last = (fmean(advantage(slice(end - 10, end))) for end in (20, 240))
+    assert f"from {first:.3f} at step 20 to {last:.3f} at step 240" in page
+    below, above = mean_interval(advantage(slice(None)))
+    assert f"Over all steps it is {fmean(advantage(slice(None))):.3f} ({below:.3f} to {above:.3f})" in page
+
+    def validation(ours, theirs):
+        return [
+            ours[seed].curves.series("validation/reward")[-1] - run.curves.series("validation/reward")[-1]
+            for seed, run in theirs.items()
+            if seed in ours
+        ]
+
+    values = validation(corrected, without)
+    below, above = mean_interval(values)
+    assert f"DPPO's mask is {fmean(values):.3f} higher ({below:.3f} to +{above:.3f})" in page
+    assert f"the mask was {fmean(values):.3f} higher ({below:.3f} to +{above:.3f})" in readme
+    assert f"four learning rates, it was {said(rows[mean, 'DPPO'])} higher on ten seeds" in readme
+    tuned = {name: by_rate[found.choice.rates[name]] for name, by_rate in found.grid.items()}
+    values = validation(tuned["OPSM"], tuned["none"])
+    below, above = mean_interval(values)
+    assert f"OPSM {fmean(values):.3f} ({below:.3f} to +{above:.3f})" in page
+    assert found.choice.rates == {"none": 5e-4, "DPPO": 1e-3, "OPSM": 2e-3}
+    means = {
+        name: [fmean(run.reward for run in by_seed.values()) for by_seed in by_rate.values()]
+        for name, by_rate in found.grid.items()
+    }
+    more = {
+        name: [ours - theirs for ours, theirs in zip(means[name], means["none"], strict=True)]
+        for name in ("DPPO", "OPSM")
+    }
+    assert min(min(values) for values in more.values()) > 0
+    assert f"by {more['DPPO'][0]:.3f} (DPPO) and {more['OPSM'][0]:.3f} (OPSM) at 5e-4" in page
+    assert f"and by {more['DPPO'][3]:.3f} and {more['OPSM'][3]:.3f} at 4e-3" in page
+    rise = [
+        fmean(run.curves.series("reward")[-10:]) - fmean(run.curves.series("reward")[-20:-10])
+        for run in tuned["none"].values()
+    ]
+    assert f"by {fmean(rise):.3f} over the last ten steps" in page
+    failed = {
+        name: [
+            [sum(map(judge, runs)) for judge in (has_died, lambda run: has_collapsed(run.series("reward")))]
+            for runs in [[run.curves for by_seed in by_rate.values() for run in by_seed.values()]]
+        ]
+        for name, by_rate in found.grid.items()
+    }
+    assert failed == {"none": [[2, 4]], "DPPO": [[0, 0]], "OPSM": [[0, 0]]}
+    bounds = found.choice.bound_rewards
+    searched = bounds["none"]["–"]
+    assert min(min(by_bound.values()) for by_bound in bounds.values()) == searched
+    assert f"All are above uncorrected training ({searched:.3f})" in page
+    assert (
+        f"has {bounds['DPPO']['0.05']:.3f} at 0.05, {bounds['DPPO']['0.15']:.3f} at its published 0.15 and "
+        f"{bounds['DPPO']['0.45']:.3f} at 0.45; OPSM has {bounds['OPSM']['1.5']:.3f} at 1.5" in page
+    )
+    assert found.choice.bounds == {"none": "–", "DPPO": "0.45", "OPSM": "0.5"}
+    (cell,) = found.below_grid
+    assert cell.learning_rate == 2.5e-4
+    text = f"At half of it, it has {found.below_grid[cell]:.3f} on the search seeds, against"
+    assert f"{text} {found.choice.search_rewards['none']:.3f}" in page
+
+
 def test_what_the_page_says_of_the_step_size():
     page = " ".join((ROOT / "docs" / "background" / "evidence.md").read_text(encoding="utf-8").split())
     plan = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")["step_size"]
