@@ -471,7 +471,7 @@ def test_what_the_pages_say_of_samples_eight_updates_old():
     assert (found.choice.correction, found.choice.alternative, primary.verdict) == ("DPPO", "none", "gain")
     assert all(value > 0 for value in primary.by_seed.values())
     assert len(primary.by_seed) == 16
-    assert f"DPPO's mask by {primary.mean:.3f} ({low:.3f} to {high:.3f}) over 16 seeds, on all of them" in page
+    assert f"rate**: by {primary.mean:.3f} ({low:.3f} to {high:.3f}) over 16 seeds, on all of them" in page
     assert f"**+{primary.mean:.3f} ({low:.3f} to {high:.3f})**: higher on all 16" in page
     assert f"by {primary.mean:.3f} ({low:.3f} to {high:.3f}), higher on 16 of 16 seeds" in readme
     rows = {(measure, row.variant): row for measure, answers in found.answers.items() for row in answers}
@@ -483,7 +483,9 @@ def test_what_the_pages_say_of_samples_eight_updates_old():
     def said(row, words=""):
         return f"{row.mean:.3f} {words}({row.interval[0]:.3f} to {row.interval[1]:.3f})"
 
-    assert f"OPSM by {said(rows['tuned against tuned', 'OPSM'])} over ten" in page
+    tuned_rows = {name: rows["tuned against tuned", name] for name in ("OPSM", "DPPO")}
+    assert f"OPSM was {said(tuned_rows['OPSM'])} higher over ten" in page
+    assert f"on which DPPO's mask was {tuned_rows['DPPO'].mean:.3f} higher" in page
     mean = "mean over the learning rates"
     assert f"DPPO's mask is {said(rows[mean, 'DPPO'], 'higher ')} and OPSM {said(rows[mean, 'OPSM'])}, each" in page
     corrected, without = found.primary_runs
@@ -494,7 +496,7 @@ def test_what_the_pages_say_of_samples_eight_updates_old():
         return [fmean(ours) - fmean(theirs) for ours, theirs in rewards]
 
     first, last = (fmean(advantage(slice(end - 10, end))) for end in (20, 240))
-    assert f"from {first:.3f} at step 20 to {last:.3f} at step 240" in page
+    assert f"from {first:.3f} at step 20 to {last:.3f} at step 240 and {primary.mean:.3f} at step 250" in page
     below, above = mean_interval(advantage(slice(None)))
     assert f"Over all steps it is {fmean(advantage(slice(None))):.3f} ({below:.3f} to {above:.3f})" in page
 
@@ -507,13 +509,16 @@ def test_what_the_pages_say_of_samples_eight_updates_old():
 
     values = validation(corrected, without)
     below, above = mean_interval(values)
-    assert f"DPPO's mask is {fmean(values):.3f} higher ({below:.3f} to +{above:.3f})" in page
-    assert f"the mask was {fmean(values):.3f} higher ({below:.3f} to +{above:.3f})" in readme
-    assert f"four learning rates, it was {said(rows[mean, 'DPPO'])} higher on ten seeds" in readme
+    assert f"DPPO's mask is {fmean(values):.3f} higher ({below:.3f} to +{above:.3f}) over 16" in page
+    assert f"no difference was shown: {fmean(values):.3f} ({below:.3f} to +{above:.3f})" in readme
+    assert f"four learning rates, it was higher by {said(rows[mean, 'DPPO'])}, over ten seeds" in readme
     tuned = {name: by_rate[found.choice.rates[name]] for name, by_rate in found.grid.items()}
     values = validation(tuned["OPSM"], tuned["none"])
     below, above = mean_interval(values)
-    assert f"OPSM {fmean(values):.3f} ({below:.3f} to +{above:.3f})" in page
+    assert f"OPSM {fmean(values):.3f} ({below:.3f} to +{above:.3f}) over ten" in page
+    apart = [run.reward - tuned["DPPO"][seed].reward for seed, run in tuned["OPSM"].items()]
+    below, above = mean_interval(apart)
+    assert f"no difference was seen ({fmean(apart):.3f}, {below:.3f} to +{above:.3f})" in page
     assert found.choice.rates == {"none": 5e-4, "DPPO": 1e-3, "OPSM": 2e-3}
     means = {
         name: [fmean(run.reward for run in by_seed.values()) for by_seed in by_rate.values()]
@@ -526,11 +531,14 @@ def test_what_the_pages_say_of_samples_eight_updates_old():
     assert min(min(values) for values in more.values()) > 0
     assert f"by {more['DPPO'][0]:.3f} (DPPO) and {more['OPSM'][0]:.3f} (OPSM) at 5e-4" in page
     assert f"and by {more['DPPO'][3]:.3f} and {more['OPSM'][3]:.3f} at 4e-3" in page
-    rise = [
-        fmean(run.curves.series("reward")[-10:]) - fmean(run.curves.series("reward")[-20:-10])
-        for run in tuned["none"].values()
+    rises = [
+        fmean(
+            fmean(run.curves.series("reward")[200:250]) - fmean(run.curves.series("reward")[150:200])
+            for run in runs.values()
+        )
+        for runs in (without, corrected)
     ]
-    assert f"by {fmean(rise):.3f} over the last ten steps" in page
+    assert f"uncorrected training rose by {rises[0]:.3f} and DPPO's mask by {rises[1]:.3f}" in page
     failed = {
         name: [
             [sum(map(judge, runs)) for judge in (has_died, lambda run: has_collapsed(run.series("reward")))]
@@ -545,13 +553,14 @@ def test_what_the_pages_say_of_samples_eight_updates_old():
     assert f"All are above uncorrected training ({searched:.3f})" in page
     assert (
         f"has {bounds['DPPO']['0.05']:.3f} at 0.05, {bounds['DPPO']['0.15']:.3f} at its published 0.15 and "
-        f"{bounds['DPPO']['0.45']:.3f} at 0.45; OPSM has {bounds['OPSM']['1.5']:.3f} at 1.5" in page
+        f"{bounds['DPPO']['0.45']:.3f} at 0.45; OPSM has {bounds['OPSM']['0.15']:.3f} at 0.15, "
+        f"{bounds['OPSM']['0.5']:.3f} at 0.5 and {bounds['OPSM']['1.5']:.3f} at 1.5" in page
     )
     assert found.choice.bounds == {"none": "–", "DPPO": "0.45", "OPSM": "0.5"}
     (cell,) = found.below_grid
     assert cell.learning_rate == 2.5e-4
-    text = f"At half of it, it has {found.below_grid[cell]:.3f} on the search seeds, against"
-    assert f"{text} {found.choice.search_rewards['none']:.3f}" in page
+    text = f"its mean is {found.below_grid[cell]:.3f} on the search seeds, against"
+    assert f"{text} {found.choice.search_rewards['none']:.3f} at 5e-4" in page
 
 
 def test_what_the_page_says_of_the_step_size():
