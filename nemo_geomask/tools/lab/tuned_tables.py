@@ -116,7 +116,7 @@ def _bound_table(comparison: TunedComparison) -> str:
         for variant, rewards in comparison.choice.bound_rewards.items()
         if len(rewards) > 1
     ]
-    return markdown_table(["variant", "published bound", "mean reward by bound"], rows)
+    return markdown_table(["variant", "published or documented bound", "mean reward by bound"], rows)
 
 
 def _below_grid_text(comparison: TunedComparison) -> list[str]:
