@@ -74,10 +74,11 @@ def check_supported(values: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: it has; the message names all such settings, and the overrides that turn them off.
     """
-    found = [each for each in _HINDRANCES if all(values.get(key) for key in each.keys)]
-    if found:
-        reasons = "; ".join(f"{each.keys[0]} is true, and {each.reason}" for each in found)
-        raise ConfigError(f"{reasons}. To probe everything else, give {' '.join(each.overrides for each in found)}")
+    hindrances = [each for each in _HINDRANCES if all(values.get(key) for key in each.keys)]
+    if hindrances:
+        reasons = "; ".join(f"{each.keys[0]} is true, and {each.reason}" for each in hindrances)
+        overrides = " ".join(each.overrides for each in hindrances)
+        raise ConfigError(f"{reasons}. To probe everything else, give {overrides}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

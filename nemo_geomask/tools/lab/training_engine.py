@@ -117,18 +117,18 @@ class TrainingEngine:
             documents: number of responses in the optimiser step, over all microbatches and ranks.
             tokens: number of trained tokens in the optimiser step, over all microbatches and ranks.
         """
-        batch = {key: value.to(model.device) for key, value in batch.items()}
-        packing = pack_sequences(batch["input_lengths"], self.ranks.cp)
-        packed = packing.pack(batch)
-        logprobs = self._forward(model, packing, batch, packed["targets"]).logprobs
+        data = {key: value.to(model.device) for key, value in batch.items()}
+        packing = pack_sequences(data["input_lengths"], self.ranks.cp)
+        packed = packing.pack(data)
+        logprobs = self._forward(model, packing, data, packed["targets"]).logprobs
         if self.is_filtered:
             logprobs = zero_filtered(logprobs)
-        rows = packing.unpack(logprobs, packed["targets"], batch[TOKEN_MASK])
+        rows = packing.unpack(logprobs, packed["targets"], data[TOKEN_MASK])
         if self.recorded_curr is not None:
-            self.recorded_curr[batch["row"].cpu()] = rows.detach().cpu()
+            self.recorded_curr[batch["row"]] = rows.detach().cpu()
         if self.ranks.tp.size * self.ranks.cp.size > 1:
             return loss.packed(logprobs, packed, packing.segments, documents, tokens)
-        return loss(next_token_logprobs=rows[:, 1:], data=batch, global_valid_seqs=documents, global_valid_toks=tokens)
+        return loss(next_token_logprobs=rows[:, 1:], data=data, global_valid_seqs=documents, global_valid_toks=tokens)
 
     def _forward(
         self,

@@ -96,8 +96,8 @@ def read_regimes(path: Path) -> dict[str, Regime]:
             **{
                 **settings,
                 **{
-                    kind: {key: TunedVariant(key, **value) for key, value in settings.get(kind, {}).items()}
-                    for kind in ("variants", "sensitivity")
+                    section: {key: TunedVariant(key, **value) for key, value in settings.get(section, {}).items()}
+                    for section in ("variants", "sensitivity")
                 },
             },
         )

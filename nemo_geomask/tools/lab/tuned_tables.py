@@ -62,10 +62,10 @@ def sensitivity_table(runs: Iterable[TunedRun], regime: Regime) -> str:
     count = len(regime.search_seeds)
     rows = []
     for name, variant in regime.sensitivity.items():
-        found = {bound: rewards.get(name, {}).get(bound, []) for bound in variant.bounds}
+        by_bound = {bound: rewards.get(name, {}).get(bound, []) for bound in variant.bounds}
         texts = [
             f"{bound}: {fmean(values):.3f}" + ("" if len(values) == count else f" ({len(values)} of {count} seeds)")
-            for bound, values in found.items()
+            for bound, values in by_bound.items()
             if values
         ]
         if texts:

@@ -395,13 +395,17 @@ def test_the_published_tables_are_the_datas(tmp_path, monkeypatch):
     assert rewrite_bound_tables(ROOT / "docs", regimes) == masks.read_text(encoding="utf-8")
 
 
+def published(name):
+    """The comparison of a regime, and the texts of the page and of README."""
+    plan = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")[name]
+    found = compare_tuned_runs(load_tuned_runs(ROOT / "docs" / "evidence" / "tuned" / f"{name}.parquet"), plan)
+    pages = ("docs/background/evidence.md", "README.md")
+    return found, *(" ".join((ROOT / page).read_text(encoding="utf-8").split()) for page in pages)
+
+
 def test_what_the_pages_say_of_stale_samples():
-    page, readme = (
-        " ".join((ROOT / name).read_text(encoding="utf-8").split())
-        for name in ("docs/background/evidence.md", "README.md")
-    )
-    plan = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")["stale"]
-    found = compare_tuned_runs(load_tuned_runs(ROOT / "docs" / "evidence" / "tuned" / "stale.parquet"), plan)
+    found, page, readme = published("stale")
+    plan = found.regime
     primary = found.primary
     assert (found.choice.correction, found.choice.alternative) == ("token weight", "none")
     assert primary.verdict == "not detected"
@@ -460,12 +464,7 @@ def test_what_the_pages_say_of_stale_samples():
 
 
 def test_what_the_pages_say_of_samples_eight_updates_old():
-    page, readme = (
-        " ".join((ROOT / name).read_text(encoding="utf-8").split())
-        for name in ("docs/background/evidence.md", "README.md")
-    )
-    plan = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")["lag_8"]
-    found = compare_tuned_runs(load_tuned_runs(ROOT / "docs" / "evidence" / "tuned" / "lag_8.parquet"), plan)
+    found, page, readme = published("lag_8")
     primary = found.primary
     low, high = primary.interval
     assert (found.choice.correction, found.choice.alternative, primary.verdict) == ("DPPO", "none", "gain")
@@ -564,13 +563,12 @@ def test_what_the_pages_say_of_samples_eight_updates_old():
 
 
 def test_what_the_page_says_of_the_step_size():
-    page = " ".join((ROOT / "docs" / "background" / "evidence.md").read_text(encoding="utf-8").split())
-    plan = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")["step_size"]
-    found = compare_tuned_runs(load_tuned_runs(ROOT / "docs" / "evidence" / "tuned" / "step_size.parquet"), plan)
+    found, page, readme = published("step_size")
     primary = found.primary
     low, high = primary.interval
     higher = sum(value > 0 for value in primary.by_seed.values())
     assert f"by {primary.mean:.3f} ({low:.3f} to {high:.3f}) over 16 seeds, and higher on {higher} of them" in page
+    assert f"by {primary.mean:.3f} ({low:.3f} to {high:.3f}), on {higher} of 16 seeds" in readme
     gains = {row.variant: row.mean for row in found.answers["tuned against tuned"] if row.verdict == "gain"}
     assert "PPO's clip by {PPO's clip:.3f}, OPSM by {OPSM:.3f} and DPPO's mask by {DPPO:.3f}".format_map(gains) in page
     assert len(gains) == 3
@@ -583,6 +581,8 @@ def test_what_the_page_says_of_the_step_size():
         "training {none:.3f}"
     )
     assert said.format_map(lowest) in page
+    said = "was {DPPO:.3f}, that of PPO's clip {PPO's clip:.3f} and that of uncorrected training {none:.3f}"
+    assert said.format_map(lowest) in readme
     deaths = {
         variant: sum(has_died(run.curves) for by_seed in by_rate.values() for run in by_seed.values())
         for variant, by_rate in found.grid.items()
