@@ -16,25 +16,36 @@ from nemo_geomask.tools.shared.palette import BLUE, GREEN, VERMILION, LineLook, 
 
 __all__ = ["draw_evidence", "import_pyplot", "write_plot"]
 
-_WINDOW = 5
+_MIN_WINDOW, _WINDOWS_IN_A_RUN = 5, 25
 
 
 def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
     """Draw rewards, mismatch, correction weights and masked tokens of all variants into a PNG file."""
     pyplot = import_pyplot()
-    figure, ((reward, mismatch), (weight, removed)) = pyplot.subplots(2, 2, figsize=(12, 8), sharex=True)
+    figure, ((reward, mismatch), (weight, removed)) = pyplot.subplots(
+        2, 2, figsize=(12, 8.4), sharex=True, layout="constrained"
+    )
+    is_any_applied = any(run.facts["corrected"] for run in curves)
+    weight_title = "Effective sample size of the correction weights"
 
     _set_up_panel(reward, "Reward: mean over the task's responses", "mean reward of the rollout batch")
     _set_up_panel(mismatch, "Train / generation mismatch", "mean |prev − gen| per token (nats)")
-    _set_up_panel(weight, "Effective sample size of the correction weights", "(mean w)² / mean w²   (1 = all equal)")
+    _set_up_panel(
+        weight,
+        weight_title if is_any_applied else f"{weight_title}, which no variant applies",
+        "(mean w)² / mean w²   (1 = all equal)",
+    )
     _set_up_panel(removed, "Removed by masks", "fraction of tokens left out of the loss")
+    window = max(_MIN_WINDOW, max(len(run.series("reward")) for run in curves) // _WINDOWS_IN_A_RUN)
     for index, (label, runs) in enumerate(group_by_variant(curves).items()):
-        look = line_look(index)
-        suffix = "" if runs[0].facts["corrected"] else " (not applied)"
-        _plot_runs(reward, runs, "reward", look, label=label)
-        _plot_runs(mismatch, runs, "geomask/mismatch_abs", look, label=label)
-        _plot_runs(removed, runs, "removed", look, label=label)
-        _plot_runs(weight, runs, "geomask/weight_ess", look, label=f"{label}{suffix}")
+        suffix = " (weight not applied)" if is_any_applied and not runs[0].facts["corrected"] else ""
+        for axes, key in (
+            (reward, "reward"),
+            (mismatch, "geomask/mismatch_abs"),
+            (removed, "removed"),
+            (weight, "geomask/weight_ess"),
+        ):
+            _plot_runs(axes, runs, key, line_look(index), label=label + suffix, window=window)
     chance = curves[0].facts["chance"]
     reward.axhline(chance, color="0.35", linewidth=1, linestyle=":", label=f"chance ({chance:.3f})")
     reward.set_ylim(0, 1)
@@ -43,9 +54,7 @@ def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
         mismatch.set_yscale("log")
     for axes in (weight, removed):
         axes.set_xlabel("step (rollout batch)")
-    for axes in (reward, weight, removed):
-        if axes.has_data():
-            axes.legend(fontsize="small", loc="best")
+    figure.legend(*reward.get_legend_handles_labels(), fontsize="small", loc="outside lower center", ncols=2)
 
     first, seeds = curves[0].facts, sorted({curve.seed for curve in curves})
     has_seeds = len(seeds) > 1
@@ -53,13 +62,12 @@ def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
     figure.suptitle(
         f"nemo-geomask lab: {first['precision']} training against {first['sampler']} (nothing injected; {subject})\n"
         + (
-            f"thin: each seed; thick: mean of the seeds; both averaged over {_WINDOW} steps"
+            f"thin: each seed; thick: mean of the seeds; both averaged over {window} steps"
             if has_seeds
-            else f"thin: each step; thick: mean of {_WINDOW} steps"
+            else f"thin: each step; thick: mean of {window} steps"
         ),
         fontsize="medium",
     )
-    figure.tight_layout()
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
@@ -114,9 +122,7 @@ def _set_up_panel(axes: Any, title: str, unit: str) -> None:
     axes.grid(alpha=0.25)
 
 
-def _plot_runs(
-    axes: Any, runs: Sequence[RunCurves], key: str, look: LineLook, *, label: str, window: int = _WINDOW
-) -> None:
+def _plot_runs(axes: Any, runs: Sequence[RunCurves], key: str, look: LineLook, *, label: str, window: int) -> None:
     """Plot a metric of each run as a thin line, and the mean of the runs as a thick one, averaged over some steps."""
     series = [run.series(key) for run in runs]
     if all(math.isnan(value) for values in series for value in values):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -321,6 +322,35 @@ def test_a_weight_version_that_never_changes_shows_a_stale_engine():
         for number, block in enumerate(blocks)
     ]
     assert diagnose(run_of(*moving)).health == "healthy"
+
+
+def moving_policy(updates_behind, recorded_age):
+    """Return a run of 24 steps whose samples are as many updates old as the first function of the step says."""
+    run = RunStatistics()
+    for step in range(1, 25):
+        age = updates_behind(step)
+        block = planted_step(7, step, "stale_engine" if age else None, 0.1, steps_since_onset=age)
+        block.sequences["staleness"] = np.full(len(block), float(recorded_age(step)))
+        run.add(survey_block(block))
+    return run
+
+
+def test_a_recorded_staleness_that_explains_the_mismatch_leaves_a_stale_engine_open():
+    """Samples of a constant age correlate with the advantage, too, and no engine has to be stuck."""
+    eight_behind = moving_policy(lambda step: min(step - 1, 8), lambda step: min(step - 1, 8))
+    diagnosis = diagnose(eight_behind)
+    stale_engine = diagnosis.detections["stale_engine"]
+    assert diagnosis.cause.id == "staleness"
+    assert stale_engine.value > 3
+    assert stale_engine.state == "not testable"
+    assert "stale engine (needs the engine's weights" in diagnosis.sentence
+    assert "of the 16 steps whose samples are as old" in stale_engine.description
+
+
+def test_a_stale_engine_is_named_where_the_recorded_staleness_does_not_explain_it():
+    for recorded in (lambda step: min(step - 1, 2), lambda step: 2, lambda step: math.nan):
+        stuck = diagnose(moving_policy(lambda step: step - 1, recorded))
+        assert stuck.cause.id == "stale_engine"
 
 
 @pytest.mark.parametrize(

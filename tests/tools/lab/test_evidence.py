@@ -11,7 +11,7 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.evidence import PAGES, collect_runs, load_runs, rewrite_page, search_table, split_runs
 from nemo_geomask.tools.lab.evidence_columns import EVIDENCE_SPECS, EvidenceSpec, SeedMean
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
-from nemo_geomask.tools.lab.outcome import final_reward, has_died
+from nemo_geomask.tools.lab.outcome import final_reward
 from nemo_geomask.tools.lab.run_store import Run, RunCurves, read_curves, write_steps
 from tests.tools.lab.tiny_recipe import TINY, merged
 
@@ -137,10 +137,16 @@ def test_what_the_page_says_of_masked_weights():
 
 def test_what_the_page_says_of_the_demo():
     demo = {label: run[1] for label, run in by_label("demo").items()}
-    rewards = {label: final_reward(run.series("reward")) for label, run in demo.items()}
-    learned = [label for label, reward in rewards.items() if reward > 0.5]
-    assert learned == [label for label in demo if label != "clipped_pg:none` at 4e-3"]
-    assert [label for label, run in demo.items() if has_died(run)] == ["clipped_pg:none` at 4e-3"]
+    for measure in (final_reward, lambda values: -mean(values[10:])):
+        name = "reward" if measure is final_reward else "geomask/mismatch_abs"
+        values = {label: measure(run.series(name)) for label, run in demo.items()}
+        for rate in ("5e-4", "1e-3"):
+            assert values[f"clipped_pg:none+dppo_tv` at {rate}"] > values[f"clipped_pg:none` at {rate}"]
+    assert final_reward(demo["clipped_pg:none` at 1e-3"].series("reward")) > final_reward(
+        demo["clipped_pg:none` at 5e-4"].series("reward")
+    )
+    for rate in ("5e-4", "1e-3"):
+        assert 0.01 < mean(demo[f"clipped_pg:none+dppo_tv` at {rate}"].series("removed")) < 0.03
 
 
 def written(folder, label, seed, rewards, **settings):
