@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from nemo_geomask.tools.diagnose.measured_run import MeasuredRun, measure_run
     from nemo_geomask.tools.diagnose.record_sources import RunFiles, find_run, find_runs
     from nemo_geomask.tools.diagnose.run_statistics import BIN_SUMS, RunStatistics
-    from nemo_geomask.tools.diagnose.run_survey import survey_run
+    from nemo_geomask.tools.diagnose.run_survey import read_step, survey_run
+    from nemo_geomask.tools.diagnose.step_survey import survey_block
     from nemo_geomask.tools.diagnose.verdict import RunDiagnosis, diagnose
 
 __all__ = [
@@ -37,6 +38,8 @@ __all__ = [
     "find_runs",
     "measure_run",
     "metric_series",
+    "read_step",
+    "survey_block",
     "survey_run",
     "write_report",
 ]
@@ -54,6 +57,8 @@ _MODULES = {
     "find_runs": "record_sources",
     "measure_run": "measured_run",
     "metric_series": "logged_metrics",
+    "read_step": "run_survey",
+    "survey_block": "step_survey",
     "survey_run": "run_survey",
     "write_report": "html_report",
 }

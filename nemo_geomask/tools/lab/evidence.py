@@ -12,9 +12,12 @@ import csv
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.curve_files import read_columns, write_columns
@@ -58,45 +61,94 @@ def collect_runs(curves: Iterable[RunCurves], path: Path, spec: EvidenceSpec) ->
     write_columns(path, rows, types, _METADATA_KEY, facts)
 
 
-def split_runs(folders: Iterable[Path], dimension: str, edges: Sequence[float]) -> list[RunCurves]:
+def split_runs(
+    folders: Iterable[Path],
+    dimension: str,
+    edges: Sequence[float],
+    *,
+    matched_by: str = "",
+    without_token: int | None = None,
+) -> list[RunCurves]:
     """Split the tokens of recorded runs by a dimension; return the curves of each part as if it were a separate run.
 
     Args:
         folders: folders of runs that were recorded with ``loss_fn.record.dir: records``.
         dimension: a dimension of ``nemo-geomask diagnose --by``.
         edges: boundaries of the parts; each has to be an edge of the dimension's bins.
+        matched_by: another dimension. A part's mean |Δ| is then the mean over its bins, weighted by the tokens of the
+            first part in them. Bins in which either part has fewer than 20 tokens are left out.
+        without_token: id of a token to leave out.
 
     Returns:
         One entry for each run and part, with a value for each recorded step. ``tokens`` and ``mismatch`` are the part's
-        shares of the step's trained tokens and of their sum of |Δ|. ``geomask/mismatch_abs`` is the part's mean |Δ|, or
-        NaN if it has fewer than 20 tokens. |Δ| is capped at 1 nat, as in the diagnosis.
+        shares of the step's trained tokens and of their sum of |Δ|. ``geomask/mismatch_abs`` is the part's mean |Δ|,
+        ``delta`` its mean Δ, and ``against_expected`` its sum of |Δ| over that of 1 − p, divided by the same of all
+        parts; NaN if the part has fewer than 20 tokens. |Δ| is capped at 1 nat, as in the diagnosis.
     """
-    from nemo_geomask.tools.diagnose import BIN_SUMS, DIMENSIONS_BY_NAME, find_runs, survey_run
+    from nemo_geomask.tools.diagnose import BIN_SUMS, DIMENSIONS_BY_NAME
 
     parts_as_runs = []
     bins = DIMENSIONS_BY_NAME[dimension]
     bounds = [0, *(list(bins.edges).index(edge) + 1 for edge in edges), bins.bin_count]
-    sum_columns = [BIN_SUMS.index(name) for name in ("tokens", "capped_abs")]
+    dimensions = [dimension, matched_by] if matched_by else [dimension]
     for file in (path for folder in folders for path in sorted(folder.rglob("steps/*.parquet"))):
         run = RunCurves.read(file)
-        (recorded,) = find_runs([file.parent.parent / file.stem / "records"])
+        # For each step [bins of the dimension, bins of the other one, sums].
         steps = [
-            window.bin_sums[dimension][:, sum_columns] for _, window in sorted(survey_run(recorded).windows.items())
+            sums.reshape(bins.bin_count, -1, len(BIN_SUMS))
+            for sums in _bin_sums(file.parent.parent / file.stem / "records", dimensions, without_token)
         ]
         for first, last in itertools.pairwise(bounds):
-            parts = [(cells[first:last].sum(axis=0), cells.sum(axis=0)) for cells in steps]
-            columns: dict[str, list[float]] = {
-                "reward": [math.nan] * len(steps),
-                "step": list(range(1, len(steps) + 1)),
-                "tokens": [part[0] / total[0] for part, total in parts],
-                "mismatch": [part[1] / total[1] for part, total in parts],
-                "geomask/mismatch_abs": [
-                    part[1] / part[0] if part[0] >= _MIN_TOKENS else math.nan for part, _ in parts
-                ],
-            }
+            parts = []
+            for cells in steps:
+                part, first_part = cells[first:last].sum(axis=0), cells[: bounds[1]].sum(axis=0)
+                parts.append(_describe_part(part, first_part if matched_by else part, cells.sum(axis=(0, 1))))
+            columns = {name: [part[name] for part in parts] for name in parts[0]}
+            columns |= {"reward": [math.nan] * len(steps), "step": list(range(1, len(steps) + 1))}
             label = f"{run.label} {dimension}={bins.label(first, last - 1)}"
             parts_as_runs.append(RunCurves({**run.facts, "label": label, "variant": label}, columns))
     return parts_as_runs
+
+
+def _bin_sums(records: Path, dimensions: Sequence[str], without_token: int | None) -> list[Any]:
+    """Return for each step the sums over each bin of a dimension, or of a pair of dimensions: [bins, sums]."""
+    from nemo_geomask.tools.diagnose import RunStatistics, find_run, read_step, survey_block
+
+    run = find_run(records)
+    statistics = RunStatistics()
+    pairs = [(dimensions[0], dimensions[1])] if len(dimensions) == 2 else []
+    for step in run.steps:
+        for block in read_step(run, step):
+            if without_token is not None:
+                # Tokens without a log-prob are not compared. Turns are counted from the mask, which stays as it is.
+                gen = np.where(block.tokens["tokens"] == without_token, np.nan, block.tokens["gen"])
+                block = replace(block, tokens={**block.tokens, "gen": gen})
+            statistics.add(survey_block(block, pairs))
+    return [window.bin_sums[",".join(dimensions)] for _, window in sorted(statistics.windows.items())]
+
+
+def _describe_part(part: Any, matched: Any, total: Any) -> dict[str, float]:
+    """Return the columns of :func:`split_runs` for one step.
+
+    Args:
+        part: [bins, sums], the sums of the part in each bin of the dimension that parts are matched by, or in one bin.
+        matched: [bins, sums], of the part whose tokens weight the bins.
+        total: [sums], over all tokens.
+    """
+    from nemo_geomask.tools.diagnose import BIN_SUMS
+
+    tokens, size, delta, expected = (BIN_SUMS.index(name) for name in ("tokens", "capped_abs", "delta", "one_minus_p"))
+    is_measured = np.minimum(part, matched)[:, tokens] >= _MIN_TOKENS
+    weights = matched[is_measured, tokens] / part[is_measured, tokens]
+    sums = weights @ part[is_measured] if is_measured.any() else np.full(len(total), np.nan)
+    shares = part.sum(axis=0) / total
+    return {
+        "tokens": shares[tokens],
+        "mismatch": shares[size],
+        "geomask/mismatch_abs": sums[size] / sums[tokens],
+        "delta": sums[delta] / sums[tokens],
+        "against_expected": (sums[size] / sums[expected]) / (total[size] / total[expected]),
+    }
 
 
 def load_runs(path: Path) -> list[RunCurves]:
@@ -179,12 +231,24 @@ def _main() -> None:
         metavar=("DIMENSION", "EDGE"),
         help="with --collect: split the tokens of recorded runs by a dimension, at these edges",
     )
+    parser.add_argument(
+        "--matched-by", default="", metavar="DIMENSION", help="with --split: weight bins as the first part"
+    )
+    parser.add_argument(
+        "--without-token", type=int, metavar="ID", help="with --split: leave out the tokens with this id"
+    )
     arguments = parser.parse_args()
     folder = arguments.docs / "evidence"
     if arguments.collect:
         name, *folders = arguments.collect[0], *map(Path, arguments.collect[1:])
         if arguments.split:
-            curves = split_runs(folders, arguments.split[0], [float(edge) for edge in arguments.split[1:]])
+            curves = split_runs(
+                folders,
+                arguments.split[0],
+                [float(edge) for edge in arguments.split[1:]],
+                matched_by=arguments.matched_by,
+                without_token=arguments.without_token,
+            )
         else:
             curves = read_curves(folders)
         collect_runs(curves, folder / f"{name}.parquet", EVIDENCE_SPECS[name])

@@ -1,5 +1,6 @@
 """The pages on the lab's runs say what their data say, and the data are what runs were."""
 
+import bisect
 import csv
 import math
 import re
@@ -219,3 +220,63 @@ def test_recorded_tokens_are_split_into_shares_of_a_whole(tmp_path):
     assert [curve.series("mismatch")[0] for curve in parts.values()] == pytest.approx([0.25, 0.25, 0.5])
     assert [curve.series("tokens")[0] for curve in parts.values()] == pytest.approx([1 / 3] * 3)
     assert all(math.isnan(curve.series("geomask/mismatch_abs")[1]) for curve in parts.values())
+    assert [curve.series("delta")[0] for curve in parts.values()] == pytest.approx([-0.1, 0.1, -0.2])
+    expected = [1 - math.exp(gen) + 1e-3 for gen in (-0.05, -1.0, -5.0)]  # as in the diagnosis
+    usual = (0.1 + 0.1 + 0.2) / sum(expected)
+    assert [curve.series("against_expected")[0] for curve in parts.values()] == pytest.approx(
+        [size / share / usual for size, share in zip((0.1, 0.1, 0.2), expected, strict=True)]
+    )
+
+
+def test_parts_are_compared_at_equal_probability_and_without_a_token(tmp_path):
+    """Two turns of five tokens, around one token of tool output; the means are those of plain loops."""
+    import torch
+
+    from nemo_geomask.config import LossConfig
+    from nemo_geomask.records.flight import FlightRecorder
+    from nemo_geomask.tools.diagnose import DIMENSIONS_BY_NAME
+
+    written(tmp_path, "gspo:none", 1, [0.1] * 3)
+    folder = tmp_path / next((tmp_path / "steps").iterdir()).stem / "records"
+    recorder = FlightRecorder(LossConfig(record={"dir": str(folder)}), facts={"loop": "lab"})
+    generator = torch.Generator().manual_seed(0)
+    rows, width = 200, 12
+    mask = torch.ones(rows, width)
+    mask[:, [0, 6]] = 0.0
+    # The second turn has more unlikely tokens than the first.
+    choice = (torch.rand(rows, width, generator=generator) ** torch.tensor([2.0] * 6 + [0.5] * 6) * 3).long()
+    gen = torch.tensor([-0.05, -1.0, -5.0])[choice] * (0.7 + 0.6 * torch.rand(rows, width, generator=generator))
+    delta = 0.01 * (torch.rand(rows, width, generator=generator) - 0.4) * (1 + choice)
+    ids = torch.randint(0, 4, (rows, width), generator=generator)
+    recorder.record(
+        1,
+        {
+            "input_ids": ids,
+            "input_lengths": torch.full((rows,), width),
+            "token_mask": mask,
+            "sample_mask": torch.ones(rows),
+            "generation_logprobs": gen,
+            "prev_logprobs": gen + delta,
+            "advantages": mask,
+            "rewards": torch.ones(rows),
+        },
+    )
+    recorder.recorder.close()
+    first, second = split_runs([tmp_path], "turn", [1], matched_by="probability", without_token=3)
+    edges = DIMENSIONS_BY_NAME["probability"].edges
+    sums, counts = {}, {}
+    for row in range(rows):
+        for column in range(1, width):
+            if column != 6 and ids[row, column] != 3:
+                key = (column > 6, bisect.bisect(edges, -float(gen[row, column])))
+                sums[key] = sums.get(key, 0.0) + abs(float(delta[row, column]))
+                counts[key] = counts.get(key, 0) + 1
+    levels = [level for level in range(30) if min(counts.get((turn, level), 0) for turn in (False, True)) >= 20]
+    assert len(levels) > 3
+    weights = [counts[False, level] for level in levels]
+    for part, turn in ((first, False), (second, True)):
+        means = [sums[turn, level] / counts[turn, level] for level in levels]
+        expected = sum(weight * value for weight, value in zip(weights, means, strict=True)) / sum(weights)
+        assert part.series("geomask/mismatch_abs")[0] == pytest.approx(expected, rel=1e-5)
+        share = sum(count for key, count in counts.items() if key[0] == turn) / sum(counts.values())
+        assert part.series("tokens")[0] == pytest.approx(share)
