@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from statistics import fmean
 
-from nemo_geomask.tools.lab.outcome import final_reward, group_by_variant, has_collapsed
+from nemo_geomask.tools.lab.outcome import best_reward, final_reward, group_by_variant, has_collapsed
 from nemo_geomask.tools.lab.run_store import RunCurves
 from nemo_geomask.tools.shared.intervals import format_interval, mean_interval
 from nemo_geomask.tools.shared.palette import LineLook, line_look
@@ -84,10 +84,21 @@ def _reward_range(runs: Runs, baseline: Runs) -> str:
     return f"{min(rewards):.3f}, {max(rewards):.3f}"
 
 
+def _mean_with_interval(values: Sequence[float], style: str) -> str:
+    return f"{fmean(values):{style}}{format_interval(mean_interval(list(values)), style)}"
+
+
+def _fall(runs: Runs, baseline: Runs) -> str:
+    rewards = [run.series("reward") for run in runs]
+    return _mean_with_interval([final_reward(series) - best_reward(series) for series in rewards], "+z.3f")
+
+
 COMPUTED_COLUMNS: dict[str, Callable[[Runs, Runs], str]] = {
     "seeds": lambda runs, baseline: str(len(runs)),
     "lowest, highest": _reward_range,
     "better on": _count_better_seeds,
+    "best 10 steps": lambda runs, baseline: f"{fmean(best_reward(run.series('reward')) for run in runs):.3f}",
+    "last 10 minus best 10": _fall,
     "collapsed": lambda runs, baseline: str(sum(has_collapsed(run.series("reward")) for run in runs)),
 }
 """Columns that are not a mean over seeds: by title, a function of the variant's runs and the baseline's."""

@@ -136,6 +136,35 @@ def test_what_the_page_says_of_masked_weights():
         assert said in TEXTS["claims.md"].replace("\n  ", " ")
 
 
+def estimate(name, metric, row, against=None, **settings):
+    """Mean over seeds of a metric in a row of a table, and its interval; minus those of another row."""
+    runs = by_label(name)
+    measure = SeedMean("", metric, is_paired=against is not None, **settings)
+    return measure.estimate(list(runs[row].values()), list(runs[against or row].values()))
+
+
+def test_what_the_page_says_of_where_the_mismatch_is():
+    ratio, (_, high) = estimate("unlikely", "against_expected", "below 0.01")
+    assert high < 1
+    assert f"{ratio:.2f} times the mismatch of all tokens" in TEXTS["claims.md"].replace("\n  ", " ")
+    first, later = "before any tool output", "after some, at the probabilities of the first row"
+    _, (low, high) = estimate("turn_matched", "geomask/mismatch_abs", later, first)
+    assert low < 0 < high
+    assert estimate("turn_matched", "geomask/mismatch_abs", later, first, last_steps=3)[1][0] > 0
+    means = [estimate("turn_matched", "geomask/mismatch_abs", row, last_steps=3)[0] for row in (first, later)]
+    assert means[1] / means[0] == pytest.approx(2, abs=0.1)
+    shares = [estimate("entropy", "delta", row)[1] for row in by_label("entropy")]
+    assert shares[-1][0] < 0 < shares[-1][1]
+
+
+def test_what_the_page_says_of_temperature():
+    names = ("0.8, log-probs after temperature", "0.8, log-probs before temperature")
+    (low, high), (moved, _) = (estimate("temperature", "geomask/weight_mean", name, "1")[1] for name in names)
+    assert low < 0 < high
+    assert moved > 0
+    assert f"the mean ratio is {estimate('temperature', 'geomask/weight_mean', names[1])[0]:.3f}" in TEXTS["claims.md"]
+
+
 def test_what_the_page_says_of_the_demo():
     demo = {label: run[1] for label, run in by_label("demo").items()}
     for measure in (final_reward, lambda values: -mean(values[10:])):
