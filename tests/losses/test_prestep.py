@@ -7,7 +7,7 @@ import torch
 
 import nemo_geomask.losses
 from nemo_geomask import build_loss
-from nemo_geomask.errors import BatchVetoError, ConfigError, DataError
+from nemo_geomask.errors import BatchVetoError, ConfigError, DataError, MissingDataError, ShapeError
 from nemo_geomask.losses import PrestepPass
 from nemo_geomask.losses.policy_loss import PREPARED_KEY
 from nemo_geomask.losses.prestep import untrained_metrics
@@ -353,3 +353,146 @@ def test_generation_log_probs_that_no_engine_computed_are_refused(change, messag
 def test_the_former_name_still_works_with_a_warning(package):
     with pytest.deprecated_call(match="PrestepPass"):
         assert package.BeforeStep is PrestepPass
+
+
+AGES = torch.tensor([0, 2, 0, 1, 0, 3, 0, 0])
+
+
+def stale(**config):
+    return settings(**config, corrected_samples="stale")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"use_importance_sampling_correction": True},
+        {"use_importance_sampling_correction": True, "is_correction_level": "sequence"},
+        {"masks": [{"preset": "icepop", "min": 0.8, "max": 1.2}]},
+        {"masks": [GEOMETRIC], "denominator": "kept"},
+        {"ratio_anchor": "gen"},
+    ],
+)
+def test_the_mismatch_of_stale_samples_alone_is_corrected(config):
+    batch = rollouts(seed=4)
+    decision = PrestepPass(stale(**config))({**batch.data, "staleness": AGES})
+    gen = batch.data["generation_logprobs"].clone()
+    for row, age in enumerate(AGES.tolist()):
+        if age == 0:
+            gen[row] = batch.data["prev_logprobs"][row]
+    assert torch.equal(decision.changes["generation_logprobs"], gen)
+    expected = PrestepPass(settings(**config))({**batch.data, "generation_logprobs": gen})
+    changed = batch.with_data(**{**expected.changes, **decision.changes})
+    for key in ("token_mask", "sample_mask"):
+        assert torch.equal(changed.data[key], batch.with_data(**expected.changes).data[key])
+    answer = evaluate({**config, "corrected_samples": "stale"}, changed)
+    plain = {key: value for key, value in config.items() if key != "denominator"}
+    if "denominator" in config:
+        plain["masks"] = []
+    truth = oracle.evaluate(build_loss(plain).config, changed.curr, changed.data, changed.seqs, changed.toks, {})
+    assert answer.loss.item() == pytest.approx(truth.loss, rel=1e-5)
+    torch.testing.assert_close(answer.grad.double(), torch.tensor(truth.grad).double(), rtol=1e-4, atol=1e-8)
+    whole = evaluate(config, batch.with_data(**expected.changes)) if "denominator" not in config else None
+    assert whole is None or whole.loss.item() != pytest.approx(answer.loss.item(), rel=1e-3)
+
+
+def test_budgets_and_the_weights_mean_leave_fresh_samples_out():
+    """A budget removes the largest ratios of all samples; those of fresh ones are 1."""
+    batch = rollouts(seed=4)
+    config = {
+        "use_importance_sampling_correction": True,
+        "is_correction_batch_normalize": True,
+        "masks": [{"log_ratio": "mismatch", "level": "token", "statistic": "ratio", "drop_at_most": 0.3}],
+    }
+    gen = torch.where(AGES.unsqueeze(-1) == 0, batch.data["prev_logprobs"], batch.data["generation_logprobs"])
+    decision = PrestepPass(stale(**config))({**batch.data, "staleness": AGES})
+    expected = PrestepPass(settings(**config))({**batch.data, "generation_logprobs": gen})
+    assert expected.changes.keys() == decision.changes.keys() - {"generation_logprobs"}
+    for key, value in expected.changes.items():
+        assert torch.equal(decision.changes[key], value)
+    whole = PrestepPass(settings(**config))(batch.data)
+    assert whole.metrics["geomask/batch_weight_mean"] != decision.metrics["geomask/batch_weight_mean"]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_veto_and_the_metrics_see_the_engines_log_probs(estimator):
+    batch = rollouts(seed=1, offsets=(-0.3, -0.4, -0.1, -0.3, -0.05, -0.02))
+    decision = PrestepPass(stale(batch_veto={"estimator": estimator, "max": 10.0}))({**batch.data, "staleness": AGES})
+    assert decision.metrics["geomask/batch_kl"] == pytest.approx(mismatch_kl(batch.data, estimator), rel=1e-5)
+    total = tokens = sequences = 0.0
+    for row, age in enumerate(AGES.tolist()):
+        if age == 0 and batch.data["sample_mask"][row]:
+            sequences += 1
+            for column in range(1, batch.data["token_mask"].shape[1]):
+                if batch.data["token_mask"][row, column]:
+                    delta = float(
+                        batch.data["prev_logprobs"][row, column] - batch.data["generation_logprobs"][row, column]
+                    )
+                    total += math.exp(delta) - 1 - delta
+                    tokens += 1
+    assert decision.metrics["geomask/fresh_mismatch_k3"] == pytest.approx(total / tokens, rel=1e-5)
+    assert decision.metrics["geomask/fresh_sequences"] == pytest.approx(
+        sequences / float(batch.data["sample_mask"].sum())
+    )
+
+
+@pytest.mark.parametrize("sizes", [(3, 5), (8,)])
+def test_fresh_samples_of_a_batch_in_parts(sizes):
+    batch = rollouts(seed=4)
+    data = {**batch.data, "staleness": AGES}
+    whole = PrestepPass(stale())(data)
+    opened = PrestepPass(stale()).open()
+    changes = [opened.add(part) for part in parts(data, sizes)]
+    gen = torch.cat([change["generation_logprobs"][:, :-3] for change in changes])  # without the parts' own padding
+    assert torch.equal(gen, whole.changes["generation_logprobs"])
+    assert opened.decide().metrics == pytest.approx(whole.metrics)
+
+
+def test_fresh_samples_without_a_log_prob_stay_without_one():
+    """A faulty engine is not hidden, whatever its samples' age."""
+    batch = rollouts(seed=4)
+    gen = batch.data["generation_logprobs"].clone()
+    gen[0], gen[1] = math.nan, -math.inf
+    changes = PrestepPass(stale())({**batch.data, "generation_logprobs": gen, "staleness": AGES}).changes
+    assert not changes["generation_logprobs"][:2].isfinite().any()
+    with pytest.raises(DataError, match=r"\['generation_logprobs'\] is 0 at all"):
+        PrestepPass(stale())({**batch.data, "generation_logprobs": 0 * batch.data["prev_logprobs"], "staleness": AGES})
+
+
+def test_fresh_samples_may_have_any_finite_mismatch():
+    batch = rollouts(seed=4)
+    config = {"use_importance_sampling_correction": True, "corrected_samples": "stale"}
+    gen = batch.data["generation_logprobs"]
+    results = []
+    for fresh in (gen, gen - 1e6, gen - 3.0):
+        data = {
+            **batch.data,
+            "generation_logprobs": torch.where(AGES.unsqueeze(-1) == 0, fresh, gen),
+            "staleness": AGES,
+        }
+        changes = PrestepPass(settings(**config))(data).changes
+        results.append(evaluate(config, batch.with_data(**{**data, **changes})))
+    for result in results[1:]:
+        assert torch.equal(result.loss, results[0].loss)
+        assert torch.equal(result.grad, results[0].grad)
+
+
+@pytest.mark.parametrize(
+    ("ages", "error", "message"),
+    [
+        (
+            None,
+            MissingDataError,
+            r"corrected_samples: stale needs data\['staleness'\] \[8\].*set corrected_samples: all",
+        ),
+        (
+            AGES[:3],
+            ShapeError,
+            r"data\['staleness'\] must be a tensor \[8\], one number for each sequence, but it is \[3\]",
+        ),
+        ([0] * 8, ShapeError, r"but it is a list"),
+    ],
+)
+def test_the_age_of_each_sample_has_to_be_known(ages, error, message):
+    data = rollouts(seed=4).data
+    with pytest.raises(error, match=message):
+        PrestepPass(stale())(data if ages is None else {**data, "staleness": ages})

@@ -157,6 +157,19 @@ def test_what_the_page_says_of_where_the_mismatch_is():
     assert shares[-1][0] < 0 < shares[-1][1]
 
 
+def test_what_the_page_says_of_small_weights_and_of_larger_penalties():
+    weight, _ = estimate("small_weights", "geomask/weight_mean", "sequence")
+    assert weight < 0.1
+    norms = [estimate("small_weights", "grad_norm", row)[0] for row in ("none", "sequence")]
+    assert norms[0] / norms[1] == pytest.approx(7, abs=1)
+    assert estimate("small_weights", "grad_norm", "sequence", "none")[1][1] < 0
+    low, high = estimate("small_weights", "geomask/policy_abs", "sequence", "none")[1]
+    assert low < 0 < high
+    for beta in ("0.03", "0.1", "0.3", "1"):
+        low, high = estimate("kl_beta", "reference_kl", f"k1, β {beta}", "none", last_steps=10)[1]
+        assert low < 0 < high
+
+
 def test_what_the_page_says_of_temperature():
     names = ("0.8, log-probs after temperature", "0.8, log-probs before temperature")
     (low, high), (moved, _) = (estimate("temperature", "geomask/weight_mean", name, "1")[1] for name in names)
