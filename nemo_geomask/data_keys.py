@@ -11,7 +11,6 @@ __all__ = [
     "GENERATION_LOGPROBS",
     "PREV_LOGPROBS",
     "REFERENCE_POLICY_LOGPROBS",
-    "STALENESS",
     "TOKEN_MASK",
 ]
 
@@ -29,9 +28,3 @@ CURR_LOGPROBS_UNFILTERED = "curr_logprobs_unfiltered"
 
 TOKEN_MASK = "token_mask"
 """[B, T]: nonzero at the tokens that are trained."""
-
-STALENESS = "staleness"
-"""[B]: number of weight updates between the weights that sampled a sequence and those that are trained.
-
-NeMo-RL's batches lack it. ``loss_fn.record`` and ``corrected_samples: stale`` add it in the driver.
-"""

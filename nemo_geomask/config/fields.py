@@ -224,15 +224,6 @@ class LossFields(StrictModel):
         formula="original: N counts all trained tokens; kept: N counts those kept",
         source="mlcommons/training issue 905",
     )
-    corrected_samples: Literal["all", "stale"] = _field(
-        "all",
-        "Sequences whose mismatch is corrected. `stale`: those sampled from older weights than the ones that are "
-        "trained. For the others, `generation_logprobs` are set to `prev_logprobs` before the step, so that weight, "
-        "masks on the mismatch and `ratio_anchor: gen` find no mismatch. `batch_veto` and records keep the engine's; "
-        "`geomask/fresh_mismatch_k3` measures theirs.",
-        formula="stale: μ := π_old where the weights that sampled are those that are trained",
-        source="prime-rl PR 3555, `exact_on_policy_ratio`",
-    )
     batch_veto: BatchVeto | None = _field(
         None,
         "`{estimator, max, max_in_a_row}`: skip the update of a batch whose mismatch KL exceeds `max`: no gradient, no "

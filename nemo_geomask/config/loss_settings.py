@@ -20,7 +20,6 @@ PRESTEP_REASONS: Mapping[str, str] = {
     "is_correction_batch_normalize": "the weight's mean",
     "batch_veto": "batch_veto",
     "denominator": "denominator: kept",
-    "corrected_samples": "corrected_samples: stale",
 }
 """Settings that can need a pass over the whole batch before its first optimiser step, with their names in messages."""
 
@@ -144,7 +143,6 @@ class LossSettings(LossFields):
             "is_correction_batch_normalize": self.is_correction_batch_normalize,
             "batch_veto": self.batch_veto is not None,
             "denominator": self.denominator == "kept",
-            "corrected_samples": self.corrected_samples == "stale",
         }
         return {key: reason for key, reason in PRESTEP_REASONS.items() if in_force[key]}
 

@@ -51,8 +51,8 @@ def pool_batch(
     if curr is None:
         if PREV_LOGPROBS not in data:
             raise MissingDataError(
-                "batch_veto, denominator: kept, corrected_samples: stale and masks with a budget read "
-                "data['prev_logprobs'] before the step, but the batch has none"
+                "batch_veto, denominator: kept and masks with a budget read data['prev_logprobs'] before the step, but "
+                "the batch has none"
             )
         curr = data[PREV_LOGPROBS][:, 1:]
     requested = ("advantages", "prev", "gen") if config.needs_prev else ("advantages", "gen")

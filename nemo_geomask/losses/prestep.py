@@ -1,6 +1,4 @@
-"""Pre-step pass over the whole batch.
-
-It does ``batch_veto``, ``denominator: kept``, mask budgets, the weight's mean and ``corrected_samples: stale``.
+"""Pre-step pass over the whole batch: ``batch_veto``, ``denominator: kept``, mask budgets and the weight's mean.
 
 A mask has a budget if ``drop_at_most`` or ``until_mean`` takes the place of its bounds.
 """
@@ -21,10 +19,10 @@ from nemo_geomask.config import LossConfig
 from nemo_geomask.config.conflicts import whole_batch_problems
 from nemo_geomask.config.fields import BatchVeto
 from nemo_geomask.config.loss_settings import WEIGHT_MEAN
-from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, STALENESS, TOKEN_MASK
-from nemo_geomask.errors import BatchVetoError, ConfigError, DataError, MissingDataError, ShapeError
+from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, TOKEN_MASK
+from nemo_geomask.errors import BatchVetoError, ConfigError, DataError
 from nemo_geomask.losses.batch import TokenBatch
-from nemo_geomask.losses.batch_masks import PooledBatch, budget_bounds, pool_batch
+from nemo_geomask.losses.batch_masks import budget_bounds, pool_batch
 from nemo_geomask.losses.correction import correct
 from nemo_geomask.losses.policy_loss import BATCH_SCALAR_PREFIX, PREPARED_KEY, PolicyLoss, raise_if_nonfinite
 from nemo_geomask.losses.rejection import reject
@@ -44,8 +42,7 @@ class Decision:
         changes: tensors to replace in the batch or to add to it.
         metrics: ``geomask/batch_kl`` and ``geomask/batch_vetoed`` under ``batch_veto``; ``geomask/batch_emptied`` under
             ``denominator: kept`` or with budgets; ``geomask/mask/…`` of the masks applied under ``denominator: kept``;
-            ``geomask/batch_weight_mean`` under ``is_correction_batch_normalize``; ``geomask/fresh_sequences`` and
-            ``geomask/fresh_mismatch_k3`` under ``corrected_samples: stale``.
+            ``geomask/batch_weight_mean`` under ``is_correction_batch_normalize``.
     """
 
     train: bool
@@ -82,10 +79,6 @@ class PrestepPass:
     ``is_correction_batch_normalize``: the pass adds to the batch the mean of the weights over the tokens (at sequence
     levels, the sequences) that are left to train on, and the loss divides its weights by this mean.
 
-    ``corrected_samples: stale``: the pass sets the generation log-probs of the sequences that the trained weights
-    sampled to those of π_old, unless they are not finite. Masks, budgets and weights see these; ``batch_veto`` does
-    not.
-
     The pass runs in the trainer's driver process. ``nemo-geomask run`` adds the call to NeMo-RL; the training loop of
     ``nemo_geomask.tools.lab`` contains it.
 
@@ -112,7 +105,7 @@ class PrestepPass:
 
         Args:
             data: NeMo-RL's training batch [B, T], see :func:`nemo_geomask.losses.batch.take_padded`; it holds all rows
-                that the step trains on, those of all ranks. ``corrected_samples: stale`` also needs ``staleness`` [B].
+                that the step trains on, those of all ranks.
 
         Returns: the decision; under ``denominator: kept`` its ``changes`` hold ``token_mask`` and ``sample_mask``.
         Raises: as :meth:`OpenBatch.add` and :meth:`OpenBatch.decide`.
@@ -138,8 +131,7 @@ class PrestepPass:
         return OpenBatch(self, self._config, {})
 
     def _open_whole_batch(self, data: Mapping[str, Any]) -> OpenBatch:
-        corrected = _correct_stale_only(data, _find_fresh(self._config, data))
-        return OpenBatch(self, self._config, budget_bounds(self._config, corrected))
+        return OpenBatch(self, self._config, budget_bounds(self._config, data))
 
     def _allows_step(self, kl: float, veto: BatchVeto) -> bool:
         """Return True if the batch's mismatch KL is within the veto's bound, and count vetoes.
@@ -173,7 +165,6 @@ class OpenBatch:
         self._seqs, self._toks = valid_counts([])
         self._removed: dict[tuple[str, Reduction], float] = {}
         self._metrics: dict[str, float] = {}
-        self._fresh_sequences = self._fresh_weight = self._fresh_k3 = 0.0
 
     @torch.no_grad()
     def add(self, data: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -183,17 +174,13 @@ class OpenBatch:
             data: as for calling :class:`PrestepPass`.
 
         Returns: :attr:`Decision.changes` for this part.
-        Raises: MissingDataError, ShapeError: as :func:`~nemo_geomask.losses.batch.take_padded`, also for ``staleness``
-        under ``corrected_samples: stale``. DataError: masks with values that are NaN or not from 0 to 1 or, under
-        ``denominator: kept``, other than 0 and 1; generation log-probs that can only come from a bug.
+        Raises: MissingDataError, ShapeError: as :func:`~nemo_geomask.losses.batch.take_padded`. DataError: masks with
+        values that are NaN or not from 0 to 1 or, under ``denominator: kept``, other than 0 and 1;
+        generation log-probs that can only come from a bug.
         NonFiniteError: a trained token has a non-finite value, under ``nonfinite: raise``.
         """
         config = self._config
-        is_fresh = _find_fresh(config, data)
-        engine = batch = pool_batch(config.rules_before_step, config, _correct_stale_only(data, is_fresh))
-        if is_fresh is not None:
-            engine = pool_batch((), config, data)  # with the engine's log-probs
-            self._measure_fresh(engine, is_fresh)
+        batch = pool_batch(config.rules_before_step, config, data)
         stats = batch.stats
         # A count is computed when it is read, and those of non-finite values matter under `raise` alone.
         counts = {
@@ -202,13 +189,13 @@ class OpenBatch:
             if config.nonfinite == "raise" or metric.names[0].startswith("geomask/invalid_")
         }
         raise_if_nonfinite(counts)
-        _refuse_impossible_logprobs(engine.tokens, stats)
+        _refuse_impossible_logprobs(batch.tokens, stats)
         seqs, toks = valid_counts([data])
         self._seqs, self._toks = self._seqs + seqs, self._toks + toks
         self._finite_weight += float(stats.weight.double().sum())
         veto = config.batch_veto
         if veto is not None:
-            kl = F.kl_estimate(-engine.tokens.mismatch.double(), veto.estimator)
+            kl = F.kl_estimate(-batch.tokens.mismatch.double(), veto.estimator)
             self._kl_sum += float((kl * stats.weight).sum())
 
         changes: dict[str, Tensor] = {}
@@ -222,8 +209,6 @@ class OpenBatch:
                 self._removed[name, reduction] = self._removed.get((name, reduction), 0.0) + removed
             self._kept_weight += float((stats.weight * kept).double().sum())
             changes = _masks_without(data, stats.is_trained & ~kept, stats.is_trained & kept)
-        if is_fresh is not None:
-            changes[GENERATION_LOGPROBS] = _correct_stale_only(data, is_fresh)[GENERATION_LOGPROBS]
 
         scalars = {rule.label: self._budget_bounds[rule.label] for rule in config.rules_in_loss if rule.has_budget}
         if config.is_correction_batch_normalize:  # only for a batch that is added as a whole, see whole_batch_problems
@@ -233,19 +218,6 @@ class OpenBatch:
             changes[f"{BATCH_SCALAR_PREFIX}{label}"] = torch.full_like(data["sample_mask"], value, dtype=torch.float32)
         return {**changes, PREPARED_KEY: torch.ones_like(data["sample_mask"])}
 
-    def _measure_fresh(self, engine: PooledBatch, is_fresh: Tensor) -> None:
-        """Add up the fresh sequences of a part and their mismatch.
-
-        Args:
-            engine: the part, with the engine's log-probs.
-            is_fresh: bool [B].
-        """
-        weight = engine.stats.weight.double() * is_fresh.unsqueeze(-1)
-        k3 = F.kl_estimate(-engine.tokens.mismatch.double(), "k3")
-        self._fresh_sequences += float((engine.tokens.sample_mask * is_fresh).sum())
-        self._fresh_weight += float(weight.sum())
-        self._fresh_k3 += float((k3 * weight).sum())
-
     def decide(self) -> Decision:
         """Decide on all parts; the decision's ``changes`` are empty, since :meth:`add` returned those of each part.
 
@@ -254,9 +226,6 @@ class OpenBatch:
         counts = {"tokens": float(self._toks), "sequences": float(self._seqs)}
         metrics = {name: value / (counts[reduction] or 1.0) for (name, reduction), value in self._removed.items()}
         metrics |= self._metrics
-        if self._config.corrected_samples == "stale":
-            metrics["geomask/fresh_sequences"] = self._fresh_sequences / (counts["sequences"] or 1.0)
-            metrics["geomask/fresh_mismatch_k3"] = self._fresh_k3 / (self._fresh_weight or 1.0)
         reason = ""
         # A batch without trained tokens gives no evidence about the engines.
         if self._toks > 0:
@@ -275,37 +244,6 @@ class OpenBatch:
                 if is_vetoed:
                     reason = f"mismatch KL {kl:.4g} is beyond loss_fn.batch_veto.max: {veto.max:g}"
         return Decision(not reason, reason, metrics=metrics)
-
-
-def _find_fresh(config: LossConfig, data: Mapping[str, Any]) -> Tensor | None:
-    """Return [B], True for the sequences that the trained weights sampled; None under ``corrected_samples: all``.
-
-    Raises: MissingDataError, ShapeError: there is no ``staleness``, or it is not [B].
-    """
-    if config.corrected_samples == "all":
-        return None
-    staleness, rows = data.get(STALENESS), len(data["sample_mask"])
-    if staleness is None:
-        raise MissingDataError(
-            f"loss_fn.corrected_samples: stale needs data['{STALENESS}'] [{rows}], the number of weight updates "
-            "between the weights that sampled a sequence and those that are trained, but this training loop does not "
-            "say which weights sampled; set corrected_samples: all"
-        )
-    if not isinstance(staleness, Tensor) or staleness.shape != (rows,):
-        actual = list(staleness.shape) if isinstance(staleness, Tensor) else f"a {type(staleness).__name__}"
-        raise ShapeError(
-            f"data['{STALENESS}'] must be a tensor [{rows}], one number for each sequence, but it is {actual}"
-        )
-    return staleness.to(data[GENERATION_LOGPROBS].device) <= 0
-
-
-def _correct_stale_only(data: Mapping[str, Any], is_fresh: Tensor | None) -> Mapping[str, Any]:
-    """Return the batch with π_old for the generation log-probs of fresh sequences; not where these are not finite."""
-    if is_fresh is None or PREV_LOGPROBS not in data:  # whose absence is an error of the pass
-        return data
-    gen = data[GENERATION_LOGPROBS]
-    is_replaced = is_fresh.unsqueeze(-1) & gen.isfinite()
-    return {**data, GENERATION_LOGPROBS: torch.where(is_replaced, data[PREV_LOGPROBS].to(gen), gen)}
 
 
 def _weight_mean(config: LossConfig, data: Mapping[str, Any]) -> float:

@@ -9,8 +9,7 @@ data          ``loss_block``, ``environment_probe``, ``replay_versions``, ``resu
               ``logged_environments``
 worker side   ``current_logprobs``, ``hidden_states``, ``logit_backends``, ``packed_microbatch``, ``forward_logprobs``,
               ``hidden_megatron``, ``hidden_dtensor``
-driver side   ``step_recorder``, ``sample_versions``, ``policy_methods``, ``step_methods``, ``prev_logprobs``,
-              ``policies``
+driver side   ``step_recorder``, ``policy_methods``, ``step_methods``, ``prev_logprobs``, ``policies``
 patches       ``host_patches``, ``worker_hooks``, ``worker_setup``
 entry points  ``geomask_setup``, ``launch``, ``installation_report``
 ============  ========================================================================================================

@@ -38,7 +38,6 @@ from nemo_geomask.hosts.nemo_rl.host_patches import make_patches
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
 from nemo_geomask.hosts.nemo_rl.policies import convert_policy, geomask_class
-from nemo_geomask.hosts.nemo_rl.step_methods import needs_versions
 from nemo_geomask.hosts.nemo_rl.step_recorder import RewardLogger, check_recording
 from nemo_geomask.losses import PolicyLoss, available, build_loss
 
@@ -198,8 +197,8 @@ def prepare_policy(policy: Any, loss: PolicyLoss | LogitLoss | None, *, checkpoi
     worker_setup.check_workers(policy, loss)
     has_packed_rows = bool((policy.cfg.get("sequence_packing") or {}).get("enabled"))
     worker_setup.prepare_workers(policy, loss, has_packed_rows=has_packed_rows)
-    if needs_versions(loss.config):
-        patch.apply_all(list(make_patches(["asynchronous versions"], process="driver")))
+    if loss.config.record is not None:
+        patch.apply_all(list(make_patches(["asynchronous record"], process="driver")))
     return convert_policy(policy, loss.config, checkpoint=checkpoint)
 
 

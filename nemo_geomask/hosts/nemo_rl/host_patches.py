@@ -21,7 +21,7 @@ from nemo_geomask.hosts.nemo_rl import (
     host_api,
     packed_microbatch,
     patch,
-    sample_versions,
+    step_recorder,
 )
 from nemo_geomask.hosts.nemo_rl.facts import REPLAY_BUFFERS
 from nemo_geomask.hosts.nemo_rl.source_signature import Uses
@@ -30,13 +30,13 @@ __all__ = ["HOST_PATCHES", "Condition", "HostPatch", "make_patches"]
 
 _log = logging.getLogger("nemo_geomask")
 
-Condition = Literal["packed rows", "own kernels", "hidden states", "asynchronous versions"]
+Condition = Literal["packed rows", "own kernels", "hidden states", "asynchronous record"]
 """What a run needs if an attribute is replaced.
 
 - ``packed rows``: the workers pack several sequences into a row, under ``metrics: full`` or a loss that takes logits;
 - ``own kernels``: ``logprob_backend: geomask`` or ``geomask_linear``;
 - ``hidden states``: ``logprob_backend: geomask_linear``;
-- ``asynchronous versions``: ``record`` or ``corrected_samples: stale`` in NeMo-RL's asynchronous loops.
+- ``asynchronous record``: ``record`` in NeMo-RL's asynchronous loops.
 """
 
 
@@ -176,12 +176,12 @@ HOST_PATCHES: tuple[HostPatch, ...] = (
     HostPatch(
         REPLAY_BUFFERS,
         "ReplayBuffer",
-        "asynchronous versions",
+        "asynchronous record",
         "driver",
         "returns samples without the versions of the weights that generated them",
         _ALL,
         "versions in what `ReplayBuffer.sample` returns",
-        _ignoring_module(sample_versions.ReplayBufferClass),
+        _ignoring_module(step_recorder.ReplayBufferClass),
     ),
 )
 """All replaced attributes."""

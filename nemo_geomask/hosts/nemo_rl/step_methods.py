@@ -33,14 +33,13 @@ from nemo_geomask.config import LossConfig
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOKEN_MASK
 from nemo_geomask.errors import BatchVetoError
 from nemo_geomask.hosts.nemo_rl.policy_methods import nemo_rl_method
-from nemo_geomask.hosts.nemo_rl.sample_versions import SampleVersions
 from nemo_geomask.hosts.nemo_rl.step_recorder import StepRecorder, data_plane_fields
 from nemo_geomask.losses import Decision, PolicyLoss, PrestepPass
 from nemo_geomask.losses.policy_loss import BATCH_SCALAR_PREFIX, PREPARED_KEY
 from nemo_geomask.losses.prestep import untrained_metrics, valid_counts
 from nemo_geomask.metrics import GEOMASK_PREFIX, summarize_step
 
-__all__ = ["DataPlaneStepMethods", "StepMethods", "needs_batch", "needs_versions"]
+__all__ = ["DataPlaneStepMethods", "StepMethods", "needs_batch"]
 
 _log = logging.getLogger("nemo_geomask")
 
@@ -48,11 +47,6 @@ _log = logging.getLogger("nemo_geomask")
 def needs_batch(config: LossConfig) -> bool:
     """Return True if the settings need the complete batch of a step: for the pre-step pass or for its record."""
     return config.needs_prestep_pass or config.record is not None
-
-
-def needs_versions(config: LossConfig) -> bool:
-    """Return True if the settings need the versions of the weights that generated the samples."""
-    return config.corrected_samples == "stale" or config.record is not None
 
 
 class StepMethods:
@@ -123,8 +117,8 @@ class DataPlaneStepMethods(StepMethods):
         if step is not None:
             meta = inspect.signature(method).bind(*args, **kwargs).arguments["meta"]
             # The data plane deletes a part once it is trained on, so it is read now.
-            data = step.state.with_versions(_read_batch(self, meta, step.loss), meta)
-            step.original_parts.append(data)
+            data = _read_batch(self, meta, step.loss)
+            step.original_parts.append((data, meta))
             if step.open_batch is not None:
                 changes = step.open_batch.add(data)
                 step.prepared_parts.append({**data, **changes})
@@ -137,7 +131,8 @@ class DataPlaneStepMethods(StepMethods):
         step = _close_step(self)
         if step is None:
             return _summarize_metrics(method())
-        with step.state.count_step(step.original_parts, uses_data_plane=True):
+        parts, metas = [data for data, _ in step.original_parts], [meta for _, meta in step.original_parts]
+        with step.state.record_step(parts, metas):
             if step.open_batch is None:
                 return _summarize_metrics(method())
             try:
@@ -157,8 +152,7 @@ class _PolicyState:
     def __init__(self, policy: Any, config: LossConfig) -> None:
         self.config = config
         self.prestep = PrestepPass(config)
-        self.versions = SampleVersions(policy)
-        self.recorder = None if config.record is None else StepRecorder(policy, config, self.versions)
+        self.recorder = None if config.record is None else StepRecorder(policy, config)
         self.open_step: _OpenStep | None = None
         self._last: tuple[dict[str, weakref.ref[Tensor]], Decision] | None = None
 
@@ -184,31 +178,11 @@ class _PolicyState:
         """Return ``loss`` for the next step; the workers keep its log-probs if the step is recorded."""
         return loss if self.recorder is None else self.recorder.keep_logprobs(loss)
 
-    def with_versions(self, data: Mapping[str, Any], meta: Any) -> dict[str, Any]:
-        """Return a batch, or a part of one, with the versions of its samples, if the settings need them.
-
-        Args:
-            data: NeMo-RL's batch.
-            meta: NeMo-RL's description of its keys in the data plane; None if it is not stored there.
-        """
-        return {**data, **(self.versions.read(data, meta) if needs_versions(self.config) else {})}
-
-    @contextlib.contextmanager
-    def count_step(self, parts: Sequence[Mapping[str, Any]], *, uses_data_plane: bool) -> Iterator[None]:
-        """Count a step when the context ends, and record it if steps are recorded.
-
-        Args:
-            parts: the batch in parts, or as a single part, from :meth:`with_versions`.
-            uses_data_plane: True if the batch is in the data plane.
-        """
-        recording = (
-            contextlib.nullcontext() if self.recorder is None else self.recorder.record_step(parts, uses_data_plane)
-        )
-        try:
-            with recording:
-                yield
-        finally:
-            self.versions.end_step()
+    def record_step(
+        self, parts: Sequence[Mapping[str, Any]], metas: Sequence[Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Record a step when the context ends, if steps are recorded."""
+        return contextlib.nullcontext() if self.recorder is None else self.recorder.record_step(parts, metas)
 
 
 _BATCH_IDENTITY = (PREV_LOGPROBS, GENERATION_LOGPROBS)
@@ -245,7 +219,7 @@ class _OpenStep:
         self.state = state
         self.open_batch = state.prestep.open() if state.prestep.needed else None
         self.prepared_parts: list[dict[str, Any]] = []
-        self.original_parts: list[dict[str, Any]] = []
+        self.original_parts: list[tuple[dict[str, Any], Any]] = []  # each with its keys in the data plane
 
 
 def _decide_and_run(
@@ -265,14 +239,11 @@ def _decide_and_run(
         run_step: calls NeMo-RL's method with a loss and changes to the batch.
     """
     loss, prestep = arguments["loss_fn"], state.prestep
-    meta = arguments.get("meta")
-    data = state.with_versions(data, meta)
     if arguments.get("eval_mode", False):
         changes = prestep.changes(data) if prestep.needed else {}
         return run_step(state.for_prepared_batches(loss, changes), changes)
     is_first_epoch = not state.is_last_batch(data)
-    counting = state.count_step([data], uses_data_plane=meta is not None)
-    with counting if is_first_epoch else contextlib.nullcontext():
+    with state.record_step([data], [arguments.get("meta")]) if is_first_epoch else contextlib.nullcontext():
         decision = state.decide_once(data)
         if decision.train:
             prepared_loss = state.for_prepared_batches(loss, decision.changes)

@@ -7,7 +7,9 @@ does not put into the training batch. They are taken from these places:
   single controller, and otherwise from what NeMo-RL logs of the step after it: its ``Logger`` is replaced by a
   :class:`RewardLogger`.
 - Environments: from what NeMo-RL logs of the step, together with the rewards.
-- Versions of the weights that generated each sample: see :mod:`nemo_geomask.hosts.nemo_rl.sample_versions`.
+- Versions of the weights that generated each sample: from the tags of the data plane, or from the replay buffer of the
+  asynchronous loops. The buffer's ``sample`` does not return the versions, so a function that runs in the buffer's
+  actor keeps them, and another one returns them. Synchronous loops generate with the weights of the preceding step.
 
 An error in this module never fails a step. A value that is not available is null in the record.
 """
@@ -26,20 +28,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import ConfigError, Problem
-from nemo_geomask.hosts.nemo_rl import current_logprobs
+from nemo_geomask.hosts.nemo_rl import current_logprobs, replay_versions
 from nemo_geomask.hosts.nemo_rl.facts import NO_ENTROPY, lacks_entropy
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
 from nemo_geomask.hosts.nemo_rl.logged_environments import environment_names, mismatch_by_environment
-from nemo_geomask.hosts.nemo_rl.sample_versions import SampleVersions
+from nemo_geomask.hosts.nemo_rl.resumed_step import resumed_step
 from nemo_geomask.records.flight import FlightRecorder, join_parts, recorded_rows
 from nemo_geomask.records.record_schema import require_arrow
 
 __all__ = [
     "LoggedRows",
     "LoopValues",
+    "ReplayBufferClass",
     "RewardLogger",
     "StepRecorder",
     "check_recording",
@@ -81,6 +85,8 @@ class LoopValues:
     """Values of this process's training loop that its policy does not receive."""
 
     logged_rows: Future[LoggedRows] | None = None  # of the last recorded step, until NeMo-RL logs them
+    versions: Any = None  # Ray's reference to the versions of the weights that generated each row of the next batch
+    is_asynchronous: bool = False
     uses_data_plane: bool = False  # True if the batch of the last step was in the data plane
 
     def resolve_logged_rows(self, rows: LoggedRows) -> None:
@@ -143,23 +149,67 @@ class RewardLogger:
             self._has_failed = True
 
 
+class ReplayBufferClass:
+    """Proxy of the Ray actor class of NeMo-RL's replay buffer; its handles' ``sample`` also requests weight versions.
+
+    Args:
+        actor_class: NeMo-RL's.
+    """
+
+    def __init__(self, actor_class: Any) -> None:
+        self._actor_class = actor_class
+
+    def options(self, **options: Any) -> ReplayBufferClass:
+        """Return the class with Ray's options."""
+        return ReplayBufferClass(self._actor_class.options(**options))
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Start the buffer's actor and return its handle."""
+        loop_values.is_asynchronous = True
+        handle = self._actor_class.remote(*args, **kwargs)
+        # Only this handle, which the training loop uses, is changed. Pickled copies are plain handles again.
+        handle.sample = _SampleMethod(handle)
+        return handle
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._actor_class, name)
+
+
+class _SampleMethod:
+    """Replacement for the ``sample`` method of the replay buffer's handle."""
+
+    def __init__(self, handle: Any) -> None:
+        self._ray_call = handle.__ray_call__
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        cloudpickle = importlib.import_module("ray").cloudpickle
+        # The functions are pickled by value, because this package may be missing in the buffer's process.
+        cloudpickle.register_pickle_by_value(replay_versions)
+        try:
+            sample = self._ray_call.remote(replay_versions.sample_and_keep_versions, args, kwargs)
+            # The actor runs calls in order.
+            loop_values.versions = self._ray_call.remote(replay_versions.versions_of_sample)
+        finally:
+            cloudpickle.unregister_pickle_by_value(replay_versions)
+        return sample
+
+
 class StepRecorder:
     """Recorder of one policy's steps; errors are logged and fail no step.
 
     Args:
         policy: NeMo-RL's policy.
         config: the settings of the loss; ``record`` is not None.
-        versions: of the policy's samples.
     """
 
-    def __init__(self, policy: Any, config: LossConfig, versions: SampleVersions) -> None:
+    def __init__(self, policy: Any, config: LossConfig) -> None:
         facts = {"nemo_rl": describe_version(), "policy_class": type(policy).__name__}
         assert config.record is not None
         self._settings = config.record
         # A strong reference would keep the policy alive: step_methods holds this recorder in a dictionary with weak
         # keys, whose key is the policy.
         self._policy = weakref.proxy(policy)
-        self._versions = versions
+        self._steps_done = resumed_step(policy)
         self._make_recorder = functools.partial(FlightRecorder, config, facts=facts)
 
     @functools.cached_property
@@ -168,7 +218,7 @@ class StepRecorder:
 
     def keep_logprobs(self, loss: Any) -> Any:
         """Return the loss to send to the workers: one that keeps its log-probs if the next step is recorded."""
-        step = self._versions.steps_done + 1
+        step = self._steps_done + 1
         try:
             return current_logprobs.keep_logprobs(loss, step) if self._recorder.takes(step) else loss
         except Exception:
@@ -176,27 +226,30 @@ class StepRecorder:
             return loss
 
     @contextlib.contextmanager
-    def record_step(self, parts: Sequence[Mapping[str, Any]], uses_data_plane: bool) -> Iterator[None]:
+    def record_step(self, parts: Sequence[Mapping[str, Any]], metas: Sequence[Any]) -> Iterator[None]:
         """Record a step when the context ends, even if it ends with an error.
 
         Args:
-            parts: the batch as a list of parts, or of one mapping that is the whole batch; with the versions of its
-                samples, where these are known.
-            uses_data_plane: True if the batch is in the data plane.
+            parts: the batch as a list of parts, or of one mapping that is the whole batch.
+            metas: for each part, NeMo-RL's description of its keys in the data plane; None if it is not stored there.
         """
-        step = self._versions.steps_done + 1
+        step = self._steps_done + 1
         try:
-            complete_parts = [_with_rewards(part) for part in parts]
+            complete_parts = [
+                {**part, **self._missing_values(part, meta)} for part, meta in zip(parts, metas, strict=True)
+            ]
         except Exception:
             complete_parts = []
             _log.exception("records: step %d lost", step)
-        loop_values.uses_data_plane = uses_data_plane
+        loop_values.versions = None
+        loop_values.uses_data_plane = any(meta is not None for meta in metas)
         give_up_logged_rows()
         has_trained = False
         try:
             yield
             has_trained = True
         finally:
+            self._steps_done = step
             try:
                 if complete_parts and self._recorder.takes(step):
                     # Ray workers run calls in order: this call is queued before the next step, whose log-probs would
@@ -226,14 +279,25 @@ class StepRecorder:
         except Exception as error:
             return _log_missing_curr(step, error, [])
 
-
-def _with_rewards(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part of the batch with ``rewards``, if it has them under NeMo-RL's other name."""
-    rows = len(part["sample_mask"])
-    total = part.get("total_reward")
-    if "rewards" in part or total is None or total.numel() != rows:
-        return dict(part)
-    return {**part, "rewards": total.reshape(rows)}
+    def _missing_values(self, part: Mapping[str, Any], meta: Any) -> dict[str, Tensor]:
+        """Return those of rewards, weight versions and staleness that are known for a part of the batch."""
+        rows = len(part["sample_mask"])
+        values = {}
+        if "rewards" not in part and "total_reward" in part and part["total_reward"].numel() == rows:
+            values["rewards"] = part["total_reward"].reshape(rows)
+        versions = None
+        tags = getattr(meta, "tags", None) or ()
+        if tags and all("weight_version" in tag for tag in tags):
+            versions = torch.tensor([int(tag["weight_version"]) for tag in tags], device="cpu")
+        elif loop_values.versions is not None:
+            versions = importlib.import_module("ray").get(loop_values.versions, timeout=_COLLECT_TIMEOUT)
+            versions = None if versions is None else torch.tensor(versions, device="cpu")
+        elif not loop_values.is_asynchronous:
+            # A synchronous loop generates with the weights of the last step, and its weight version is the step number.
+            versions = torch.full((rows,), self._steps_done, device="cpu")
+        if versions is not None and len(versions) == rows:
+            values |= {"weight_version": versions, "staleness": self._steps_done - versions}
+        return values
 
 
 def _receive(

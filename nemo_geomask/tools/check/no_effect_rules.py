@@ -1,4 +1,4 @@
-"""GM201 to GM209, GM221, GM226: settings without effect, or with an unintended effect."""
+"""GM201 to GM209, GM221: settings without effect, or with an unintended effect."""
 
 from __future__ import annotations
 
@@ -221,15 +221,6 @@ def _document_steps(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
-def _only_fresh_samples(facts: RecipeFacts) -> Iterator[Hit]:
-    if facts.config.corrected_samples == "stale" and not facts.is_async and not facts.uses_single_controller:
-        yield Hit(
-            "loss_fn.corrected_samples",
-            "stale: a synchronous loop samples each batch from the weights that it trains, so no mismatch is "
-            "corrected; set all, or remove the correction",
-        )
-
-
 RULES = (
     Rule(
         "GM201",
@@ -296,12 +287,5 @@ RULES = (
         "NLL of successful samples under GRPO, whose batches have no rewards",
         'NeMo-RL `ClippedPGLossFn` (`"rewards" in data`), `grpo_train`',
         _positive_nll_without_rewards,
-    ),
-    Rule(
-        "GM226",
-        "warning",
-        "correction of stale samples in a loop that has none",
-        "NeMo-RL `grpo_train`",
-        _only_fresh_samples,
     ),
 )

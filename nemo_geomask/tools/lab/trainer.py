@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nemo_geomask.data_keys import PREV_LOGPROBS, STALENESS, TOKEN_MASK
+from nemo_geomask.data_keys import PREV_LOGPROBS, TOKEN_MASK
 from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.losses import PolicyLoss, PrestepPass
 from nemo_geomask.losses.prestep import untrained_metrics
@@ -164,7 +164,7 @@ class Trainer:
         rollout_end_time = time.perf_counter()
         if self.versions.maxlen and (self.engine.ranks.is_first or self.recipe.policy.generation.logprobs == "trainer"):
             self.versions.append(copy.deepcopy(self.policy).requires_grad_(False))
-        decision = self._prestep_pass({**rollout.data, STALENESS: rollout.data["weight_age"].amax(dim=1)})
+        decision = self._prestep_pass(rollout.data)
         if self._record_settings is not None:
             self.engine.recorded_curr = torch.zeros_like(rollout.data[PREV_LOGPROBS])
         if decision.train:

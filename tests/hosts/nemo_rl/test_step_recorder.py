@@ -20,19 +20,11 @@ import pyarrow.parquet as parquet
 
 import nemo_geomask
 from nemo_geomask import build_loss
-from nemo_geomask.errors import ConfigError, MissingDataError
-from nemo_geomask.hosts.nemo_rl import (
-    current_logprobs,
-    patch,
-    replay_versions,
-    sample_versions,
-    step_recorder,
-    uninstall,
-)
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.hosts.nemo_rl import current_logprobs, patch, replay_versions, step_recorder, uninstall
 from nemo_geomask.hosts.nemo_rl.host_patches import make_patches
 from nemo_geomask.hosts.nemo_rl.policies import convert_policy
-from nemo_geomask.hosts.nemo_rl.sample_versions import ReplayBufferClass
-from nemo_geomask.hosts.nemo_rl.step_recorder import RewardLogger, check_recording
+from nemo_geomask.hosts.nemo_rl.step_recorder import ReplayBufferClass, RewardLogger, check_recording
 from nemo_geomask.losses.batch_masks import removed_tokens
 from nemo_geomask.records import step_files
 from nemo_geomask.records.flight import JSONL_KEYS
@@ -51,11 +43,9 @@ class Policy:
         self.worker_group = group or types.SimpleNamespace()
         self.cfg = {"train_global_batch_size": 8}
         self.losses = []
-        self.trained_gen = []  # the generation log-probs of each batch, as the workers get them
 
     def train(self, data, loss_fn, eval_mode=False, *, gbs=None, mbs=None, timer=None):
         self.losses.append(loss_fn)
-        self.trained_gen.append(data["generation_logprobs"].clone())
         return {"all_mb_metrics": {}}
 
 
@@ -74,14 +64,13 @@ class TQPolicy(Policy):
 
     def train_from_meta(self, meta, loss_fn, eval_mode=False, gbs=None, mbs=None, timer=None):
         self.losses.append(loss_fn)
-        self.trained_gen.append(self.store[meta.key]["generation_logprobs"].clone())
         return {"all_mb_metrics": {}}
 
     def begin_train_step(self, loss_fn, gbs=None, mbs=None):
         self.losses.append(loss_fn)
 
     def train_microbatches_from_meta(self, meta, timer=None):
-        self.trained_gen.append(self.store[meta.key]["generation_logprobs"].clone())
+        pass
 
     def finish_train_step(self):
         return {"all_mb_metrics": {}}
@@ -113,7 +102,6 @@ def methods(cls):
 def nemo_rl(monkeypatch):
     """Modules of NeMo-RL with fresh classes, because tests replace methods of theirs."""
     monkeypatch.setattr(step_recorder, "loop_values", step_recorder.LoopValues())
-    monkeypatch.setattr(sample_versions, "replayed", sample_versions.ReplayedSample())
     modules = {name: types.ModuleType(name) for name in NAMES}
     modules["nemo_rl"].__version__ = "9.9"
     lm, tq = modules["nemo_rl.models.policy.lm_policy"], modules["nemo_rl.models.policy.tq_policy"]
@@ -594,7 +582,7 @@ def ray(monkeypatch):
 
 
 def replace_buffer_class():
-    patch.apply_all(list(make_patches(["asynchronous versions"], process="driver")))
+    patch.apply_all(list(make_patches(["asynchronous record"], process="driver")))
 
 
 def test_an_asynchronous_loop_gets_the_versions_from_the_replay_buffer(nemo_rl, ray, tmp_path):
@@ -634,77 +622,6 @@ def test_a_sample_that_is_not_complete_costs_the_versions_only(nemo_rl, ray, tmp
     convert_policy(nemo_rl.lm.Policy(), loss.config).train(batch(), loss)
     give_up_rewards()
     assert read_records(tmp_path, 1)[1]["weight_version"].null_count == 8
-
-
-def fresh_as_trained(data, versions, version):
-    """The generation log-probs, with those of the trainer in rows that its own weights sampled."""
-    rows = zip(data["prev_logprobs"], data["generation_logprobs"], versions, strict=True)
-    return torch.stack([prev if sampled_by == version else gen for prev, gen, sampled_by in rows])
-
-
-def test_fresh_samples_of_an_asynchronous_loop_are_not_corrected(nemo_rl, ray, tmp_path):
-    """The record keeps the log-probs of the engine, and NeMo-RL its batch."""
-    nemo_rl.buffers.ReplayBuffer = Actor()
-    replace_buffer_class()
-    loss = build(tmp_path, corrected_samples="stale")
-    policy = convert_policy(nemo_rl.lm.Policy(), loss.config, checkpoint="/c/step_5")
-    handle = nemo_rl.buffers.ReplayBuffer.remote(max_size=4)
-    for version in (5, 6):
-        handle.sample.remote(num_prompt_groups=4, current_weight_version=version, max_age_steps=2)
-        data = batch()
-        before = data["generation_logprobs"].clone()
-        results = policy.train(data, loss)
-        expected = fresh_as_trained(data, [5, 5, 3, 3, 4, 4, 4, 4], version)
-        assert torch.equal(policy.trained_gen[-1], expected)
-        assert torch.equal(data["generation_logprobs"], before)
-        share = results["all_mb_metrics"]["geomask/fresh_sequences"]
-        assert share == [pytest.approx(2 / 7 if version == 5 else 0.0)]
-    give_up_rewards()
-    table = read_records(tmp_path, 2)[6]
-    assert table["staleness"].to_pylist() == [0, 0, 2, 2, 1, 1, 1, 1]
-    assert table["gen"][0].as_py() == pytest.approx(before[0].tolist())
-
-
-def test_fresh_samples_in_the_data_plane_are_not_corrected(nemo_rl):
-    loss = build_loss({"name": "gspo", "corrected_samples": "stale"})
-    versions = [0, 0, -1, 0, -1, 0, 0, -2]
-    data = batch()
-    expected = fresh_as_trained(data, versions, 0)
-    policy = convert_policy(nemo_rl.tq.TQPolicy({"all": dict(data)}), loss.config)
-    policy.train_from_meta(meta(weight_version=versions), loss)
-    assert torch.equal(policy.trained_gen[-1], expected)
-    assert torch.equal(policy.store["all"]["generation_logprobs"], data["generation_logprobs"])
-    # The single controller, in two parts.
-    halves = {name: {key: value[rows] for key, value in data.items()} for name, rows in HALVES.items()}
-    policy = convert_policy(nemo_rl.tq.TQPolicy(halves), loss.config)
-    policy.begin_train_step(loss)
-    for name, rows in HALVES.items():
-        policy.train_microbatches_from_meta(meta(name, weight_version=versions[rows]))
-    policy.finish_train_step()
-    assert torch.equal(torch.cat(policy.trained_gen), expected)
-
-
-HALVES = {"first": slice(0, 3), "second": slice(3, 8)}
-
-
-def test_all_samples_of_a_synchronous_loop_are_fresh(nemo_rl):
-    loss = build_loss({"name": "gspo", "corrected_samples": "stale"})
-    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
-    for seed in (1, 2):
-        data = batch(seed)
-        policy.train(data, loss)
-        assert torch.equal(policy.trained_gen[-1], data["prev_logprobs"])
-
-
-def test_samples_of_unknown_age_are_an_error(nemo_rl, ray):
-    nemo_rl.buffers.ReplayBuffer = Actor()
-    replace_buffer_class()
-    nemo_rl.buffers.ReplayBuffer.remote(max_size=4)
-    loss = build_loss({"name": "gspo", "corrected_samples": "stale"})
-    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
-    with pytest.raises(MissingDataError, match="this training loop does not say which weights sampled"):
-        policy.train(batch(), loss)
-    assert policy.trained_gen == []
 
 
 def test_everything_else_of_the_buffer_class_is_nemo_rls():

@@ -166,7 +166,7 @@ def test_every_replaced_attribute_has_its_reason():
         assert row.reason, row
         assert row.upstream_change, row
         assert row.versions == "all" or row.versions.startswith("v"), row
-        assert [row.process == "driver", row.condition == "asynchronous versions"].count(True) in (0, 2), row
+        assert [row.process == "driver", row.condition == "asynchronous record"].count(True) in (0, 2), row
         assert len(inspect.signature(row.wrap).parameters) == 2, row
 
 

@@ -629,11 +629,6 @@ CASES = {
         ),
         ({"ppo.use_dynamic_sampling": True}, {"ppo.use_dynamic_sampling": False}),
     ],
-    "GM226": [
-        ({"loss_fn.corrected_samples": "stale"}, {"loss_fn.corrected_samples": "all"}),
-        ({"loss_fn.corrected_samples": "stale"}, {**ASYNC, "loss_fn.corrected_samples": "stale"}),
-        ({"loss_fn.corrected_samples": "stale"}, {**SINGLE_FITS, "loss_fn.corrected_samples": "stale"}),
-    ],
     "GM301": [({**ASYNC, CORRECT: False}, ASYNC), ({**ASYNC, CORRECT: False}, {CORRECT: False})],
     "GM302": [
         ({**ASYNC, "policy.generation.vllm_cfg.async_engine": False}, ASYNC),

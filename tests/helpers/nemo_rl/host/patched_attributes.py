@@ -93,7 +93,7 @@ def prepare(backend, has_packed_rows):
 
 def apply_all():
     prepare("geomask_linear", True)
-    patch.apply_all(list(make_patches(["asynchronous versions"], process="driver")))
+    patch.apply_all(list(make_patches(["asynchronous record"], process="driver")))
 
 
 CASES = {
