@@ -86,6 +86,7 @@ class LoopValues:
 
     logged_rows: Future[LoggedRows] | None = None  # of the last recorded step, until NeMo-RL logs them
     versions: Any = None  # Ray's reference to the versions of the weights that generated each row of the next batch
+    trained_version: int | None = None  # version of the weights that train on them; None if the loop did not name it
     is_asynchronous: bool = False
     uses_data_plane: bool = False  # True if the batch of the last step was in the data plane
 
@@ -189,6 +190,7 @@ class _SampleMethod:
             sample = self._ray_call.remote(replay_versions.sample_and_keep_versions, args, kwargs)
             # The actor runs calls in order.
             loop_values.versions = self._ray_call.remote(replay_versions.versions_of_sample)
+            loop_values.trained_version = kwargs.get("current_weight_version")
         finally:
             cloudpickle.unregister_pickle_by_value(replay_versions)
         return sample
@@ -285,18 +287,21 @@ class StepRecorder:
         values = {}
         if "rewards" not in part and "total_reward" in part and part["total_reward"].numel() == rows:
             values["rewards"] = part["total_reward"].reshape(rows)
-        versions = None
+        versions, trained_version = None, self._steps_done
         tags = getattr(meta, "tags", None) or ()
         if tags and all("weight_version" in tag for tag in tags):
             versions = torch.tensor([int(tag["weight_version"]) for tag in tags], device="cpu")
         elif loop_values.versions is not None:
             versions = importlib.import_module("ray").get(loop_values.versions, timeout=_COLLECT_TIMEOUT)
             versions = None if versions is None else torch.tensor(versions, device="cpu")
+            if loop_values.trained_version is not None:
+                # While asynchronous PPO warms up its critic, versions advance and the policy does not train.
+                trained_version = loop_values.trained_version
         elif not loop_values.is_asynchronous:
             # A synchronous loop generates with the weights of the last step, and its weight version is the step number.
             versions = torch.full((rows,), self._steps_done, device="cpu")
         if versions is not None and len(versions) == rows:
-            values |= {"weight_version": versions, "staleness": self._steps_done - versions}
+            values |= {"weight_version": versions, "staleness": trained_version - versions}
         return values
 
 

@@ -611,6 +611,20 @@ def test_an_asynchronous_loop_gets_the_versions_from_the_replay_buffer(nemo_rl, 
         assert tables[step]["weight_version"].null_count == tables[step]["staleness"].null_count == rows
 
 
+def test_the_age_of_samples_is_that_of_the_loop_where_versions_advance_without_training(nemo_rl, ray, tmp_path):
+    """So does asynchronous PPO while its critic warms up: the policy has trained no step at version 8."""
+    nemo_rl.buffers.ReplayBuffer = Actor()
+    replace_buffer_class()
+    handle = nemo_rl.buffers.ReplayBuffer.remote(max_size=4)
+    handle.sample.remote(num_prompt_groups=4, current_weight_version=8, max_age_steps=5)
+    loss = build(tmp_path)
+    convert_policy(nemo_rl.lm.Policy(), loss.config).train(batch(), loss)
+    give_up_rewards()
+    table = read_records(tmp_path, 1)[1]
+    assert table["weight_version"].to_pylist() == [5, 5, 3, 3, 4, 4, 4, 4]
+    assert table["staleness"].to_pylist() == [3, 3, 5, 5, 4, 4, 4, 4]
+
+
 def test_a_sample_that_is_not_complete_costs_the_versions_only(nemo_rl, ray, tmp_path):
     nemo_rl.buffers.ReplayBuffer = Actor()
     replace_buffer_class()
