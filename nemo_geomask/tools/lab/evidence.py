@@ -75,15 +75,16 @@ def split_runs(
         folders: folders of runs that were recorded with ``loss_fn.record.dir: records``.
         dimension: a dimension of ``nemo-geomask diagnose --by``.
         edges: boundaries of the parts; each has to be an edge of the dimension's bins.
-        matched_by: another dimension. A part's mean |Δ| is then the mean over its bins, weighted by the tokens of the
-            first part in them. Bins in which either part has fewer than 20 tokens are left out.
+        matched_by: another dimension. A part's means are then over its bins, weighted by the tokens of the first part
+            in them. Bins in which a part has fewer than 20 tokens in a step are left out of all parts.
         without_token: id of a token to leave out.
 
     Returns:
-        One entry for each run and part, with a value for each recorded step. ``tokens`` and ``mismatch`` are the part's
-        shares of the step's trained tokens and of their sum of |Δ|. ``geomask/mismatch_abs`` is the part's mean |Δ|,
-        ``delta`` its mean Δ, and ``against_expected`` its sum of |Δ| over that of 1 − p, divided by the same of all
-        parts; NaN if the part has fewer than 20 tokens. |Δ| is capped at 1 nat, as in the diagnosis.
+        One entry for each run and part, with a value for each recorded step (at most 128). ``count`` is the part's
+        number of tokens, ``tokens`` and ``mismatch`` are its shares of the step's trained tokens and of their sum of
+        |Δ|. ``geomask/mismatch_abs`` is the part's mean |Δ|, ``delta`` its mean Δ, ``delta_plus_k3`` that of Δ + k3.
+        ``against_expected`` is its sum of |Δ| over that of 1 − p, divided by the same of all tokens. Means are NaN if
+        the part has fewer than 20 tokens. As in the diagnosis, |Δ| is capped at 1 nat, and 1 − p is larger by 0.001.
     """
     from nemo_geomask.tools.diagnose import BIN_SUMS, DIMENSIONS_BY_NAME
 
@@ -98,12 +99,11 @@ def split_runs(
             sums.reshape(bins.bin_count, -1, len(BIN_SUMS))
             for sums in _bin_sums(file.parent.parent / file.stem / "records", dimensions, without_token)
         ]
-        for first, last in itertools.pairwise(bounds):
-            parts = []
-            for cells in steps:
-                part, first_part = cells[first:last].sum(axis=0), cells[: bounds[1]].sum(axis=0)
-                parts.append(_describe_part(part, first_part if matched_by else part, cells.sum(axis=(0, 1))))
-            columns = {name: [part[name] for part in parts] for name in parts[0]}
+        described = [_describe_parts(cells, bounds, is_matched=bool(matched_by)) for cells in steps]
+        for index, (first, last) in enumerate(itertools.pairwise(bounds)):
+            columns: dict[str, list[float]] = {
+                name: [parts[index][name] for parts in described] for name in described[0][index]
+            }
             columns |= {"reward": [math.nan] * len(steps), "step": list(range(1, len(steps) + 1))}
             label = f"{run.label} {dimension}={bins.label(first, last - 1)}"
             parts_as_runs.append(RunCurves({**run.facts, "label": label, "variant": label}, columns))
@@ -127,28 +127,40 @@ def _bin_sums(records: Path, dimensions: Sequence[str], without_token: int | Non
     return [window.bin_sums[",".join(dimensions)] for _, window in sorted(statistics.windows.items())]
 
 
-def _describe_part(part: Any, matched: Any, total: Any) -> dict[str, float]:
-    """Return the columns of :func:`split_runs` for one step.
+def _describe_parts(cells: Any, bounds: Sequence[int], *, is_matched: bool) -> list[dict[str, float]]:
+    """Return the columns of :func:`split_runs` for each part, in one step.
 
     Args:
-        part: [bins, sums], the sums of the part in each bin of the dimension that parts are matched by, or in one bin.
-        matched: [bins, sums], of the part whose tokens weight the bins.
-        total: [sums], over all tokens.
+        cells: [bins, bins of the other dimension, sums]; one bin of the other dimension if parts are not matched.
+        bounds: first bin of each part, and the number of bins.
+        is_matched: weight the bins of the other dimension as in the first part.
     """
     from nemo_geomask.tools.diagnose import BIN_SUMS
 
-    tokens, size, delta, expected = (BIN_SUMS.index(name) for name in ("tokens", "capped_abs", "delta", "one_minus_p"))
-    is_measured = np.minimum(part, matched)[:, tokens] >= _MIN_TOKENS
-    weights = matched[is_measured, tokens] / part[is_measured, tokens]
-    sums = weights @ part[is_measured] if is_measured.any() else np.full(len(total), np.nan)
-    shares = part.sum(axis=0) / total
-    return {
-        "tokens": shares[tokens],
-        "mismatch": shares[size],
-        "geomask/mismatch_abs": sums[size] / sums[tokens],
-        "delta": sums[delta] / sums[tokens],
-        "against_expected": (sums[size] / sums[expected]) / (total[size] / total[expected]),
+    parts = np.stack([cells[first:last].sum(axis=0) for first, last in itertools.pairwise(bounds)])
+    tokens = parts[..., BIN_SUMS.index("tokens")]  # [parts, bins of the other dimension]
+    is_measured = tokens >= _MIN_TOKENS
+    weights = np.ones_like(tokens)
+    if is_matched:
+        is_measured = np.broadcast_to(is_measured.all(axis=0), tokens.shape)
+        weights = tokens[:1] / np.maximum(tokens, 1.0)
+    matched = np.einsum("pb,pbs->ps", np.where(is_measured, weights, 0.0), parts)
+    matched[~is_measured.any(axis=1)] = np.nan
+    own, all_tokens = (dict(zip(BIN_SUMS, sums.T, strict=True)) for sums in (parts.sum(axis=1), cells.sum(axis=(0, 1))))
+    sums = dict(zip(BIN_SUMS, matched.T, strict=True))
+    columns = {
+        "count": own["tokens"],
+        "tokens": own["tokens"] / all_tokens["tokens"],
+        "mismatch": own["capped_abs"] / all_tokens["capped_abs"],
+        "geomask/mismatch_abs": sums["capped_abs"] / sums["tokens"],
+        "delta": sums["delta"] / sums["tokens"],
+        "delta_plus_k3": (sums["delta"] + sums["k3"]) / sums["tokens"],
+        "against_expected": sums["capped_abs"]
+        / sums["one_minus_p"]
+        * all_tokens["one_minus_p"]
+        / all_tokens["capped_abs"],
     }
+    return [{name: float(values[part]) for name, values in columns.items()} for part in range(len(parts))]
 
 
 def load_runs(path: Path) -> list[RunCurves]:
@@ -238,6 +250,8 @@ def _main() -> None:
         "--without-token", type=int, metavar="ID", help="with --split: leave out the tokens with this id"
     )
     arguments = parser.parse_args()
+    if arguments.split is None and (arguments.matched_by or arguments.without_token is not None):
+        parser.error("--matched-by and --without-token need --split")
     folder = arguments.docs / "evidence"
     if arguments.collect:
         name, *folders = arguments.collect[0], *map(Path, arguments.collect[1:])

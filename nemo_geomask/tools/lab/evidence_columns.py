@@ -31,6 +31,7 @@ class SeedMean:
         metric: the metric's name.
         number_format: format specification of a number.
         last_steps: number of steps at the end of the run to average over; 0: all steps.
+        weights: metric that weights the steps; empty: all alike.
         is_paired: subtract the baseline's mean on the same seed.
         shows_interval: show the interval.
     """
@@ -39,14 +40,20 @@ class SeedMean:
     metric: str
     number_format: str = ".3f"
     last_steps: int = 0
+    weights: str = ""
     is_paired: bool = False
     shows_interval: bool = True
 
     def by_seed(self, runs: Runs) -> dict[int, float]:
         """Return each seed's mean; seeds on which the metric was never finite are left out."""
-        series_by_seed = {run.seed: run.series(self.metric)[-self.last_steps :] for run in runs}
-        finite = {seed: [value for value in series if math.isfinite(value)] for seed, series in series_by_seed.items()}
-        return {seed: fmean(series) for seed, series in sorted(finite.items()) if series}
+        means = {}
+        for run in sorted(runs, key=lambda run: run.seed):
+            values = run.series(self.metric)[-self.last_steps :]
+            weights = run.series(self.weights)[-self.last_steps :] if self.weights else [1.0] * len(values)
+            finite = [(value, weight) for value, weight in zip(values, weights, strict=True) if math.isfinite(value)]
+            if finite:
+                means[run.seed] = fmean([value for value, _ in finite], [weight for _, weight in finite])
+        return means
 
     def estimate(self, runs: Runs, baseline: Runs) -> tuple[float, tuple[float, float] | None] | None:
         """Return the mean over seeds and its interval; None if no seed has a value."""
@@ -131,8 +138,9 @@ class EvidenceSpec:
     @property
     def metrics(self) -> list[str]:
         """Names of the metrics in the data file."""
-        measured = (column.metric for column in self.columns if isinstance(column, SeedMean))
-        return list(dict.fromkeys(("reward", *filter(None, (self.curves, *measured)))))
+        means = [column for column in self.columns if isinstance(column, SeedMean)]
+        names = (self.curves, *(name for column in means for name in (column.metric, column.weights)))
+        return list(dict.fromkeys(("reward", *filter(None, names))))
 
     def baseline_runs(self, curves: Runs) -> Runs:
         """Return the runs of the variant with which the others are compared."""

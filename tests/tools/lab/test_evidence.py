@@ -12,7 +12,7 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.evidence import PAGES, collect_runs, load_runs, rewrite_page, search_table, split_runs
 from nemo_geomask.tools.lab.evidence_columns import EVIDENCE_SPECS, EvidenceSpec, SeedMean
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
-from nemo_geomask.tools.lab.outcome import final_reward
+from nemo_geomask.tools.lab.outcome import final_reward, has_collapsed
 from nemo_geomask.tools.lab.run_store import Run, RunCurves, read_curves, write_steps
 from tests.tools.lab.tiny_recipe import TINY, merged
 
@@ -143,18 +143,38 @@ def estimate(name, metric, row, against=None, **settings):
     return measure.estimate(list(runs[row].values()), list(runs[against or row].values()))
 
 
+def claims():
+    return re.sub(r"\s+", " ", TEXTS["claims.md"])
+
+
 def test_what_the_page_says_of_where_the_mismatch_is():
-    ratio, (_, high) = estimate("unlikely", "against_expected", "below 0.01")
-    assert high < 1
-    assert f"{ratio:.2f} times the mismatch of all tokens" in TEXTS["claims.md"].replace("\n  ", " ")
-    first, later = "before any tool output", "after some, at the probabilities of the first row"
-    _, (low, high) = estimate("turn_matched", "geomask/mismatch_abs", later, first)
+    unlikely = "below 0.01"
+    for weights in ("count", ""):
+        mean, (low, high) = estimate("probability", "against_expected", unlikely, weights=weights)
+        assert (high < 1) == (not weights)
+        assert f"{mean:.2f} times" in claims()
+        assert f"({low:.2f} to {high:.2f})" in claims()
+    first, later, equal = "before any tool output", "after some", "after some, at the probabilities of the first row"
+    mean, (low, high) = estimate("turn", "geomask/mismatch_abs", later, first)
+    assert f"the mean |Δ| is {mean:.3f} larger ({low:.3f} to {high:.3f})" in claims()
+    assert low > 0
+    mean, (low, high) = estimate("turn_matched", "geomask/mismatch_abs", equal, first)
+    assert f"Over all steps, {mean:.3f} remains ({low:.3f} to {high:+.3f})" in claims()
     assert low < 0 < high
-    assert estimate("turn_matched", "geomask/mismatch_abs", later, first, last_steps=3)[1][0] > 0
-    means = [estimate("turn_matched", "geomask/mismatch_abs", row, last_steps=3)[0] for row in (first, later)]
-    assert means[1] / means[0] == pytest.approx(2, abs=0.1)
-    shares = [estimate("entropy", "delta", row)[1] for row in by_label("entropy")]
-    assert shares[-1][0] < 0 < shares[-1][1]
+    for name, row, times in (("turn", later, 4), ("turn_matched", equal, 2)):
+        means = [estimate(name, "geomask/mismatch_abs", part, last_steps=3)[0] for part in (first, row)]
+        assert means[1] / means[0] == pytest.approx(times, abs=0.2)
+
+
+def test_what_the_page_says_of_entropy():
+    *_, middle, highest = by_label("entropy")
+    for row in (middle, highest):
+        assert estimate("entropy", "delta", row, weights="count")[1][1] < 0
+    low, high = estimate("entropy", "delta", highest)[1]
+    assert low < 0 < high
+    for row in by_label("entropy"):
+        low, high = estimate("entropy", "delta_plus_k3", row, weights="count")[1]
+        assert low < 0 < high
 
 
 def test_what_the_page_says_of_small_weights_and_of_larger_penalties():
@@ -162,12 +182,44 @@ def test_what_the_page_says_of_small_weights_and_of_larger_penalties():
     assert weight < 0.1
     norms = [estimate("small_weights", "grad_norm", row)[0] for row in ("none", "sequence")]
     assert norms[0] / norms[1] == pytest.approx(7, abs=1)
+    runs = by_label("small_weights")
+    by_seed = [
+        mean(runs["none"][seed].series("grad_norm")) / mean(run.series("grad_norm"))
+        for seed, run in runs["sequence"].items()
+    ]
+    assert (round(min(by_seed)), round(max(by_seed))) == (4, 18)
     assert estimate("small_weights", "grad_norm", "sequence", "none")[1][1] < 0
-    low, high = estimate("small_weights", "geomask/policy_abs", "sequence", "none")[1]
-    assert low < 0 < high
+    change, (low, high) = estimate("small_weights", "geomask/policy_abs", "sequence", "none")
+    assert f"differs by {change:.3f} ({low:.3f} to {high:+.3f})" in claims()
+    assert -low / estimate("small_weights", "geomask/policy_abs", "none")[0] < 1 / 3
     for beta in ("0.03", "0.1", "0.3", "1"):
         low, high = estimate("kl_beta", "reference_kl", f"k1, β {beta}", "none", last_steps=10)[1]
         assert low < 0 < high
+
+
+def test_what_the_page_says_of_longer_runs_with_skipped_batches():
+    runs = by_label("skipping")
+    skipping = "none, batches with k3 above 0.1 skipped"
+    assert estimate("skipping", "reward", skipping, "none", last_steps=10)[1][0] > 0
+    lost = {label: sum(has_collapsed(run.series("reward")) for run in found.values()) for label, found in runs.items()}
+    assert lost == {"none": 2, skipping: 0}
+    rewards = [run.series("reward") for run in runs[skipping].values()]
+    assert f"changes by {mean([mean(series[180:]) - mean(series[80:100]) for series in rewards]):+.3f}" in claims()
+    assert 0.4 < estimate("skipping", "skipped_update", skipping)[0] < 0.5
+
+
+def test_what_the_page_says_of_top_p_and_the_reward():
+    for filtered in ("", ", `lab.filter_logprobs: true`"):
+        row = f"0.8{filtered}".strip("`")
+        mean, (low, high) = estimate("top_p_reward", "reward", row, "1", last_steps=10)
+        assert (high < 0) == bool(filtered)
+        shown = (
+            f"{-mean:.3f} ({-high:.3f} to {-low:.3f})"
+            if filtered
+            else f"{-mean:.3f} higher ({-high:.3f} to {-low:+.3f})"
+        )
+        assert shown in claims()
+        assert estimate("top_p_reward", "geomask/mismatch_k3", row, "1")[1][0] > 0
 
 
 def test_what_the_page_says_of_temperature():
@@ -286,7 +338,7 @@ def test_parts_are_compared_at_equal_probability_and_without_a_token(tmp_path):
     mask = torch.ones(rows, width)
     mask[:, [0, 6]] = 0.0
     # The second turn has more unlikely tokens than the first.
-    choice = (torch.rand(rows, width, generator=generator) ** torch.tensor([2.0] * 6 + [0.5] * 6) * 3).long()
+    choice = (torch.rand(rows, width, generator=generator) ** torch.tensor([2.0] * 6 + [0.2] * 6) * 3).long()
     gen = torch.tensor([-0.05, -1.0, -5.0])[choice] * (0.7 + 0.6 * torch.rand(rows, width, generator=generator))
     delta = 0.01 * (torch.rand(rows, width, generator=generator) - 0.4) * (1 + choice)
     ids = torch.randint(0, 4, (rows, width), generator=generator)
@@ -314,7 +366,8 @@ def test_parts_are_compared_at_equal_probability_and_without_a_token(tmp_path):
                 sums[key] = sums.get(key, 0.0) + abs(float(delta[row, column]))
                 counts[key] = counts.get(key, 0) + 1
     levels = [level for level in range(30) if min(counts.get((turn, level), 0) for turn in (False, True)) >= 20]
-    assert len(levels) > 3
+    assert len(levels) >= 3
+    assert any(counts.get((False, level), 0) >= 20 > counts.get((True, level), 0) for level in range(30))
     weights = [counts[False, level] for level in levels]
     for part, turn in ((first, False), (second, True)):
         means = [sums[turn, level] / counts[turn, level] for level in levels]
