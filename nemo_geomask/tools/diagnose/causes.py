@@ -154,7 +154,8 @@ CAUSES: tuple[Cause, ...] = (
         threshold=3.0,
         rationale=(
             "standard errors of the correlation of Δ with the advantage, in a mismatch that grows; half of that if k3 "
-            f"has grown more than 4 times since; {_SOURCE}"
+            "has grown more than 4 times since; left open if the recorded staleness rose with the mismatch; "
+            f"{_SOURCE}"
         ),
         action=(
             "check the refit: every rank of the generation engine must take every update, for all layers and experts"
@@ -168,7 +169,8 @@ CAUSES: tuple[Cause, ...] = (
         threshold=0.1,
         rationale=_PART_RATIONALE,
         action=(
-            "lower grpo.async_grpo.max_trajectory_age_steps, or correct for it (ratio_anchor: gen, is_correction_level)"
+            "lower grpo.async_grpo.max_trajectory_age_steps, or correct for it (ratio_anchor: gen, "
+            "is_correction_level); if the mismatch is larger than the age explains, check the refit"
         ),
         detect=staleness_detectors.detect_staleness,
     ),

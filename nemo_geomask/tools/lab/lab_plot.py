@@ -17,13 +17,18 @@ from nemo_geomask.tools.shared.palette import BLUE, GREEN, VERMILION, LineLook, 
 __all__ = ["draw_evidence", "import_pyplot", "write_plot"]
 
 _MIN_WINDOW, _WINDOWS_IN_A_RUN = 5, 25
+_LABEL_OF_A_COLUMN = 55  # characters of a label, with room for its suffix, at which two columns fit below the panels
+_LEGEND_ROW = 0.2  # inches
 
 
 def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
     """Draw rewards, mismatch, correction weights and masked tokens of all variants into a PNG file."""
     pyplot = import_pyplot()
+    variants = group_by_variant(curves)
+    legend_columns = 2 if max(map(len, variants)) <= _LABEL_OF_A_COLUMN else 1
+    legend_rows = math.ceil((len(variants) + 1) / legend_columns)
     figure, ((reward, mismatch), (weight, removed)) = pyplot.subplots(
-        2, 2, figsize=(12, 8.4), sharex=True, layout="constrained"
+        2, 2, figsize=(12, 7.8 + _LEGEND_ROW * legend_rows), sharex=True, layout="constrained"
     )
     is_any_applied = any(run.facts["corrected"] for run in curves)
     weight_title = "Effective sample size of the correction weights"
@@ -37,7 +42,7 @@ def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
     )
     _set_up_panel(removed, "Removed by masks", "fraction of tokens left out of the loss")
     window = max(_MIN_WINDOW, max(len(run.series("reward")) for run in curves) // _WINDOWS_IN_A_RUN)
-    for index, (label, runs) in enumerate(group_by_variant(curves).items()):
+    for index, (label, runs) in enumerate(variants.items()):
         suffix = " (weight not applied)" if is_any_applied and not runs[0].facts["corrected"] else ""
         for axes, key in (
             (reward, "reward"),
@@ -54,7 +59,9 @@ def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
         mismatch.set_yscale("log")
     for axes in (weight, removed):
         axes.set_xlabel("step (rollout batch)")
-    figure.legend(*reward.get_legend_handles_labels(), fontsize="small", loc="outside lower center", ncols=2)
+    figure.legend(
+        *reward.get_legend_handles_labels(), fontsize="small", loc="outside lower center", ncols=legend_columns
+    )
 
     first, seeds = curves[0].facts, sorted({curve.seed for curve in curves})
     has_seeds = len(seeds) > 1

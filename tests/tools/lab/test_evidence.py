@@ -237,6 +237,10 @@ def test_what_the_page_says_of_the_demo():
         values = {label: measure(run.series(name)) for label, run in demo.items()}
         for rate in ("5e-4", "1e-3"):
             assert values[f"clipped_pg:none+dppo_tv` at {rate}"] > values[f"clipped_pg:none` at {rate}"]
+    validated = {label: f"{run.series('validation/reward')[-1]:.3f}" for label, run in demo.items()}
+    for rate in ("1e-3", "5e-4"):
+        masked, none = (validated[f"clipped_pg:none{mask}` at {rate}"] for mask in ("+dppo_tv", ""))
+        assert f"at {rate} ({masked} against {none})" in re.sub(r"\s+", " ", TEXTS["lab.md"])
     assert final_reward(demo["clipped_pg:none` at 1e-3"].series("reward")) > final_reward(
         demo["clipped_pg:none` at 5e-4"].series("reward")
     )
