@@ -197,6 +197,14 @@ def test_what_the_page_says_of_small_weights_and_of_larger_penalties():
         assert low < 0 < high
 
 
+def test_what_the_page_says_of_masked_weights_at_two_lengths():
+    names = list(by_label("two_lengths"))
+    for truncated, masked in zip(names[::2], names[1::2], strict=True):
+        mean, (low, high) = estimate("two_lengths", "reward", masked, truncated, last_steps=10)
+        assert f"{mean:+.3f} ({low:.3f} to {high:+.3f})" in claims()
+        assert (high < 0) == (masked == "96: sequences' weights, masked")
+
+
 def test_what_the_page_says_of_longer_runs_with_skipped_batches():
     runs = by_label("skipping")
     skipping = "none, batches with k3 above 0.1 skipped"
