@@ -10,9 +10,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
+import torch
 
 from nemo_geomask.config.presets import PUBLISHED_SETTINGS
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.lab.evidence import load_runs
 from nemo_geomask.tools.lab.evidence_columns import EVIDENCE_SPECS, figure_look, figure_name
 from nemo_geomask.tools.lab.outcome import has_collapsed, has_died
 from nemo_geomask.tools.lab.run_store import RunCurves
@@ -589,3 +591,20 @@ def test_what_the_page_says_of_the_step_size():
     }
     assert [deaths.pop(name) for name in ("none", "CISPO", "KL term", "one step")] == [13, 13, 12, 4]
     assert not any(deaths.values())
+
+
+def test_the_runs_of_the_demo_are_those_of_the_evidence_bit_for_bit():
+    """They were trained anew, days later, with validation and records as in the demo."""
+    stored = {
+        (run.cell.variant, run.cell.bound, run.cell.learning_rate): run.curves
+        for run in load_tuned_runs(ROOT / "docs" / "evidence" / "tuned" / "lag_8.parquet")
+        if run.seed == 1
+    }
+    demo = load_runs(ROOT / "docs" / "evidence" / "demo.parquet")
+    assert len(demo) == 4
+    for run in demo:
+        variant = ("DPPO", "0.45") if "dppo_tv" in run.label else ("none", "–")
+        rate = float(run.label.rpartition("=")[2])
+        for metric in ("reward", "approx_entropy", "grad_norm"):
+            expected = stored[*variant, rate].series(metric)
+            assert torch.equal(torch.tensor(run.series(metric)), torch.tensor(expected))
