@@ -146,17 +146,19 @@ def _describe_parts(cells: Any, bounds: Sequence[int], *, is_matched: bool) -> l
         weights = tokens[:1] / np.maximum(tokens, 1.0)
     matched = np.einsum("pb,pbs->ps", np.where(is_measured, weights, 0.0), parts)
     matched[~is_measured.any(axis=1)] = np.nan
-    own, all_tokens = (dict(zip(BIN_SUMS, sums.T, strict=True)) for sums in (parts.sum(axis=1), cells.sum(axis=(0, 1))))
-    sums = dict(zip(BIN_SUMS, matched.T, strict=True))
+    unweighted, all_tokens = (
+        dict(zip(BIN_SUMS, sums.T, strict=True)) for sums in (parts.sum(axis=1), cells.sum(axis=(0, 1)))
+    )
+    weighted = dict(zip(BIN_SUMS, matched.T, strict=True))
     columns = {
-        "count": own["tokens"],
-        "tokens": own["tokens"] / all_tokens["tokens"],
-        "mismatch": own["capped_abs"] / all_tokens["capped_abs"],
-        "geomask/mismatch_abs": sums["capped_abs"] / sums["tokens"],
-        "delta": sums["delta"] / sums["tokens"],
-        "delta_plus_k3": (sums["delta"] + sums["k3"]) / sums["tokens"],
-        "against_expected": sums["capped_abs"]
-        / sums["one_minus_p"]
+        "count": unweighted["tokens"],
+        "tokens": unweighted["tokens"] / all_tokens["tokens"],
+        "mismatch": unweighted["capped_abs"] / all_tokens["capped_abs"],
+        "geomask/mismatch_abs": weighted["capped_abs"] / weighted["tokens"],
+        "delta": weighted["delta"] / weighted["tokens"],
+        "delta_plus_k3": (weighted["delta"] + weighted["k3"]) / weighted["tokens"],
+        "against_expected": weighted["capped_abs"]
+        / weighted["one_minus_p"]
         * all_tokens["one_minus_p"]
         / all_tokens["capped_abs"],
     }
