@@ -12,8 +12,9 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.evidence import PAGES, collect_runs, load_runs, rewrite_page, search_table, split_runs
 from nemo_geomask.tools.lab.evidence_columns import EVIDENCE_SPECS, EvidenceSpec, SeedMean
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
-from nemo_geomask.tools.lab.outcome import final_reward, has_collapsed
+from nemo_geomask.tools.lab.outcome import best_reward, final_reward, has_collapsed
 from nemo_geomask.tools.lab.run_store import Run, RunCurves, read_curves, write_steps
+from nemo_geomask.tools.shared.intervals import mean_interval
 from tests.tools.lab.tiny_recipe import TINY, merged
 
 pytest.importorskip("pyarrow", reason="runs are Parquet (demo extra)")
@@ -161,6 +162,8 @@ def test_what_the_page_says_of_where_the_mismatch_is():
     mean, (low, high) = estimate("turn_matched", "geomask/mismatch_abs", equal, first)
     assert f"Over all steps, {mean:.3f} remains ({low:.3f} to {high:+.3f})" in claims()
     assert low < 0 < high
+    mean, (low, high) = estimate("turn_matched", "geomask/mismatch_abs", equal, first, last_steps=3)
+    assert f"{mean:.4f} more ({low:.4f} to {high:.4f})" in claims()
     for name, row, times in (("turn", later, 4), ("turn_matched", equal, 2)):
         means = [estimate(name, "geomask/mismatch_abs", part, last_steps=3)[0] for part in (first, row)]
         assert means[1] / means[0] == pytest.approx(times, abs=0.2)
@@ -181,7 +184,7 @@ def test_what_the_page_says_of_small_weights_and_of_larger_penalties():
     weight, _ = estimate("small_weights", "geomask/weight_mean", "sequence")
     assert weight < 0.1
     norms = [estimate("small_weights", "grad_norm", row)[0] for row in ("none", "sequence")]
-    assert norms[0] / norms[1] == pytest.approx(7, abs=1)
+    assert f"{norms[0] / norms[1]:.1f} times smaller" in claims()
     runs = by_label("small_weights")
     by_seed = [
         mean(runs["none"][seed].series("grad_norm")) / mean(run.series("grad_norm"))
@@ -212,7 +215,13 @@ def test_what_the_page_says_of_longer_runs_with_skipped_batches():
     lost = {label: sum(has_collapsed(run.series("reward")) for run in found.values()) for label, found in runs.items()}
     assert lost == {"none": 2, skipping: 0}
     rewards = [run.series("reward") for run in runs[skipping].values()]
-    assert f"changes by {mean([mean(series[180:]) - mean(series[80:100]) for series in rewards]):+.3f}" in claims()
+    fall = [final_reward(series) - best_reward(series) for series in rewards]
+    low, high = mean_interval(fall)
+    assert f"are {-mean(fall):.3f} below their best ten ({-high:.3f} to {-low:.3f})" in claims()
+    for start, text in ((80, "changes by"), (140, "from steps 141 to 160, by")):
+        changes = [mean(series[180:]) - mean(series[start : start + 20]) for series in rewards]
+        low, high = mean_interval(changes)
+        assert f"{text} {mean(changes):+.3f} ({low:.3f} to {high:+.3f})" in claims()
     assert 0.4 < estimate("skipping", "skipped_update", skipping)[0] < 0.5
 
 
