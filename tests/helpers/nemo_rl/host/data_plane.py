@@ -56,6 +56,7 @@ class WorkerGroup:
 
     def __init__(self, worker):
         self.worker = worker
+        self.workers = [worker]
         self.cluster = fakes.Cluster()
 
     def run_all_workers_sharded_data(self, method, meta, common_kwargs=None, **layout):

@@ -64,6 +64,7 @@ class Idle:
     prepare_for_lp_inference = finish_inference = prepare_for_training = finish_training = nothing
     offload_before_refit = offload_after_refit = offload_to_cpu = nothing
     router_replay_enabled = False
+    worker_group = types.SimpleNamespace(workers=[])  # it trains in this process
 
     def get_free_memory_bytes(self):
         return 1 << 30
