@@ -52,8 +52,8 @@ def comparison_tables(comparison: TunedComparison) -> str:
 def sensitivity_table(runs: Iterable[TunedRun], regime: Regime) -> str:
     """Return the rewards of each mask and weight at its five bounds, and that of the variant without a correction.
 
-    A mean is over the search seeds at the search's learning rate; it says how many there are if some are missing.
-    Bounds that were not run are left out. The variant without a correction has its best bound.
+    A mean is over the search seeds at the search's learning rate. Bounds that were not run on all of them are left out,
+    since a mean over fewer seeds can't be compared. The variant without a correction has its best bound.
     """
     rewards: dict[str, dict[str, list[float]]] = {}
     for run in runs:
@@ -63,11 +63,7 @@ def sensitivity_table(runs: Iterable[TunedRun], regime: Regime) -> str:
     rows = []
     for name, variant in regime.sensitivity.items():
         by_bound = {bound: rewards.get(name, {}).get(bound, []) for bound in variant.bounds}
-        texts = [
-            f"{bound}: {fmean(values):.3f}" + ("" if len(values) == count else f" ({len(values)} of {count} seeds)")
-            for bound, values in by_bound.items()
-            if values
-        ]
+        texts = [f"{bound}: {fmean(values):.3f}" for bound, values in by_bound.items() if len(values) == count]
         if texts:
             rows.append([_preset_name(variant), variant.published, ", ".join(texts)])
     if regime.baseline not in rewards or not rows:
