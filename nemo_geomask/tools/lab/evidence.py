@@ -91,13 +91,12 @@ def split_runs(
     parts_as_runs = []
     bins = DIMENSIONS_BY_NAME[dimension]
     bounds = [0, *(list(bins.edges).index(edge) + 1 for edge in edges), bins.bin_count]
-    dimensions = [dimension, matched_by] if matched_by else [dimension]
     for file in (path for folder in folders for path in sorted(folder.rglob("steps/*.parquet"))):
         run = RunCurves.read(file)
         # For each step [bins of the dimension, bins of the other one, sums].
         steps = [
             sums.reshape(bins.bin_count, -1, len(BIN_SUMS))
-            for sums in _bin_sums(file.parent.parent / file.stem / "records", dimensions, without_token)
+            for sums in _bin_sums(file.parent.parent / file.stem / "records", dimension, matched_by, without_token)
         ]
         described = [_describe_parts(cells, bounds, is_matched=bool(matched_by)) for cells in steps]
         for index, (first, last) in enumerate(itertools.pairwise(bounds)):
@@ -110,13 +109,14 @@ def split_runs(
     return parts_as_runs
 
 
-def _bin_sums(records: Path, dimensions: Sequence[str], without_token: int | None) -> list[Any]:
+def _bin_sums(records: Path, dimension: str, matched_by: str, without_token: int | None) -> list[Any]:
     """Return for each step the sums over each bin of a dimension, or of a pair of dimensions: [bins, sums]."""
     from nemo_geomask.tools.diagnose import RunStatistics, find_run, read_step, survey_block
 
     run = find_run(records)
     statistics = RunStatistics()
-    pairs = [(dimensions[0], dimensions[1])] if len(dimensions) == 2 else []
+    pairs = [(dimension, matched_by)] if matched_by else []
+    name = f"{dimension},{matched_by}" if matched_by else dimension
     for step in run.steps:
         for block in read_step(run, step):
             if without_token is not None:
@@ -124,7 +124,7 @@ def _bin_sums(records: Path, dimensions: Sequence[str], without_token: int | Non
                 gen = np.where(block.tokens["tokens"] == without_token, np.nan, block.tokens["gen"])
                 block = replace(block, tokens={**block.tokens, "gen": gen})
             statistics.add(survey_block(block, pairs))
-    return [window.bin_sums[",".join(dimensions)] for _, window in sorted(statistics.windows.items())]
+    return [window.bin_sums[name] for _, window in sorted(statistics.windows.items())]
 
 
 def _describe_parts(cells: Any, bounds: Sequence[int], *, is_matched: bool) -> list[dict[str, float]]:

@@ -91,13 +91,10 @@ def _reward_range(runs: Runs, baseline: Runs) -> str:
     return f"{min(rewards):.3f}, {max(rewards):.3f}"
 
 
-def _mean_with_interval(values: Sequence[float], style: str) -> str:
-    return f"{fmean(values):{style}}{format_interval(mean_interval(list(values)), style)}"
-
-
-def _fall(runs: Runs, baseline: Runs) -> str:
+def _fall_from_best(runs: Runs, baseline: Runs) -> str:
     rewards = [run.series("reward") for run in runs]
-    return _mean_with_interval([final_reward(series) - best_reward(series) for series in rewards], "+z.3f")
+    falls = [final_reward(series) - best_reward(series) for series in rewards]
+    return f"{fmean(falls):+z.3f}{format_interval(mean_interval(falls), '+z.3f')}"
 
 
 COMPUTED_COLUMNS: dict[str, Callable[[Runs, Runs], str]] = {
@@ -105,7 +102,7 @@ COMPUTED_COLUMNS: dict[str, Callable[[Runs, Runs], str]] = {
     "lowest, highest": _reward_range,
     "better on": _count_better_seeds,
     "best 10 steps": lambda runs, baseline: f"{fmean(best_reward(run.series('reward')) for run in runs):.3f}",
-    "last 10 minus best 10": _fall,
+    "last 10 minus best 10": _fall_from_best,
     "collapsed": lambda runs, baseline: str(sum(has_collapsed(run.series("reward")) for run in runs)),
 }
 """Columns that are not a mean over seeds: by title, a function of the variant's runs and the baseline's."""
