@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,8 +51,20 @@ def restart_engine(actor: Any, values: Mapping[str, Any]) -> None:
     actor.shutdown()
     state = importlib.import_module("vllm.distributed.parallel_state")
     state.cleanup_dist_env_and_memory()
+    _undo_fp8_patches()
     constructor = type(actor).__init__
     arguments = {"bundle_indices": [0], "fraction_of_gpus": fraction, "seed": seed}
     accepted = inspect.signature(constructor).parameters
     constructor(actor, config, **{name: value for name, value in arguments.items() if name in accepted})
     actor.post_init()
+
+
+def _undo_fp8_patches() -> None:
+    """Take back what NeMo-RL's ``init_fp8`` patches in vLLM for an engine: it refuses to patch a process twice."""
+    module: Any = sys.modules.get("nemo_rl.models.generation.vllm.quantization.fp8")
+    if module is None or not module.fp8_patches_applied:
+        return
+    for patcher in module.fp8_state.vllm_patches:
+        patcher.stop()
+    module.fp8_state = type(module.fp8_state)()
+    module.fp8_patches_applied = False

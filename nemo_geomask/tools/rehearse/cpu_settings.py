@@ -9,16 +9,34 @@ from nemo_geomask.tools.check import RecipeFacts, trained_sections
 from nemo_geomask.tools.rehearse.refusals import BACKEND
 from nemo_geomask.tools.rehearse.setting_change import Change
 
-__all__ = ["cpu_changes", "is_colocated"]
+__all__ = ["cpu_changes", "is_colocated", "keeps_fp8_cache"]
+
+_GENERATION_PRECISION = "policy.generation.vllm_cfg.precision"
+_CACHE_DTYPE = "policy.generation.vllm_cfg.kv_cache_dtype"
 
 
-def cpu_changes(facts: RecipeFacts, *, has_automodel: bool, is_recurrent: bool) -> Iterator[Change]:
+def keeps_fp8_cache(facts: RecipeFacts, has_fp8_cache: bool) -> bool:
+    """Return True if the rehearsal's engine has the recipe's fp8 KV cache, beside weights that are not quantised.
+
+    Args:
+        facts: facts about the recipe.
+        has_fp8_cache: True if vLLM has kernels for such a cache on this processor.
+    """
+    cache_dtype = str(facts.get(_CACHE_DTYPE, "auto"))
+    # NeMo-RL reads the dtype of the cache with fp8 weights alone.
+    return has_fp8_cache and cache_dtype.startswith("fp8") and facts.get(_GENERATION_PRECISION) == "fp8"
+
+
+def cpu_changes(
+    facts: RecipeFacts, *, has_automodel: bool, is_recurrent: bool, has_fp8_cache: bool
+) -> Iterator[Change]:
     """Yield the changes, each with what the CPU lacks.
 
     Args:
         facts: facts about the recipe.
         has_automodel: True if Automodel can be imported.
         is_recurrent: True if layers of the model keep a state, as Mamba's and linear attention do.
+        has_fp8_cache: True if vLLM has kernels for an fp8 KV cache on this processor.
     """
     settings: dict[str, tuple[Any, str]] = {
         "logger.monitor_gpus": (False, "there are no GPUs"),
@@ -30,14 +48,17 @@ def cpu_changes(facts: RecipeFacts, *, has_automodel: bool, is_recurrent: bool) 
         "policy.generation.vllm_cfg.use_deep_gemm": (False, "a CUDA kernel"),
         "policy.generation.vllm_cfg.enable_vllm_metrics_logger": (False, "would start another process"),
     }
-    generation_precision = str(facts.get("policy.generation.vllm_cfg.precision"))
+    generation_precision = str(facts.get(_GENERATION_PRECISION))
     if generation_precision in ("bfloat16", "float32"):
         # Written out, because most recipes interpolate the trainer's precision, which the rehearsal may change.
-        settings["policy.generation.vllm_cfg.precision"] = (generation_precision, "")
+        settings[_GENERATION_PRECISION] = (generation_precision, "")
+    elif not keeps_fp8_cache(facts, has_fp8_cache):
+        settings[_GENERATION_PRECISION] = ("bfloat16", "vLLM's CPU kernels support no other")
     else:
-        settings["policy.generation.vllm_cfg.precision"] = ("bfloat16", "vLLM's CPU kernels support no other")
-    if facts.get("policy.generation.vllm_cfg.kv_cache_dtype", "auto") != "auto":
-        settings["policy.generation.vllm_cfg.kv_cache_dtype"] = ("auto", "vLLM's CPU kernels support no other")
+        # With fp8 weights alone NeMo-RL reads the cache's dtype. Every layer's name contains this empty word.
+        settings["policy.generation.vllm_cfg.quantization_ignored_layer_kws"] = ([""], "")
+    if facts.get(_CACHE_DTYPE, "auto") != "auto" and not keeps_fp8_cache(facts, has_fp8_cache):
+        settings[_CACHE_DTYPE] = ("auto", "vLLM's kernels for this processor support no other")
     if is_recurrent:
         # NeMo-RL turns it on by default on GPUs of compute capability 8 or higher, which the shim of CUDA reports.
         caching = "policy.generation.vllm_cfg.enable_prefix_caching"

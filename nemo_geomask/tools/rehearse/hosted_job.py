@@ -17,7 +17,7 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.check import RecipeFacts
 from nemo_geomask.tools.rehearse.event_log import read_events
-from nemo_geomask.tools.rehearse.launch_environment import has_automodel, launch_environment
+from nemo_geomask.tools.rehearse.launch_environment import has_automodel, has_fp8_cache, launch_environment
 from nemo_geomask.tools.rehearse.plan import Plan, plan
 from nemo_geomask.tools.rehearse.rehearsal import driver_command, has_gpus, nemo_rl_checkout
 from nemo_geomask.tools.rehearse.setting_change import Change
@@ -154,7 +154,14 @@ def _planned(
 ) -> tuple[RecipeFacts, Plan]:
     facts = RecipeFacts.from_recipe(read_recipe(recipe, overrides, leave=("data", "env")))
     planned = plan(
-        facts, folder=folder, steps=1, ranks=ranks, gpus=gpus, has_automodel=has_automodel(checkout), record=False
+        facts,
+        folder=folder,
+        steps=1,
+        ranks=ranks,
+        gpus=gpus,
+        has_automodel=has_automodel(checkout),
+        has_fp8_cache=has_fp8_cache(),
+        record=False,
     )
     return facts, planned
 

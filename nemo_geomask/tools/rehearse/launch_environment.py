@@ -19,7 +19,7 @@ from nemo_geomask.recipe import ROOT_VARIABLE
 from nemo_geomask.tools.rehearse.cpu_shims.nemo_rl_shim import IDENTITY
 from nemo_geomask.tools.rehearse.plan import Plan
 
-__all__ = ["SETTINGS", "has_automodel", "launch_environment"]
+__all__ = ["SETTINGS", "has_automodel", "has_fp8_cache", "launch_environment"]
 
 SETTINGS = "NEMO_GEOMASK_REHEARSAL_SETTINGS"
 """Environment variable with the path of the rehearsal's settings, a JSON file."""
@@ -120,6 +120,13 @@ def _environment_name(plan: Plan) -> str:
 def has_automodel(checkout: Path) -> bool:
     """Return True if Automodel is importable, here or from NeMo-RL's checkout."""
     return importlib.util.find_spec("nemo_automodel") is not None or _is_fetched(_automodel_folder(checkout))
+
+
+def has_fp8_cache() -> bool:
+    """Return True if vLLM has kernels for an fp8 KV cache on this processor (cpu_attn.py of vLLM 0.27.1)."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    return bool(importlib.import_module("torch").backends.cpu.get_cpu_capability().startswith("AVX512"))
 
 
 def _automodel_folder(checkout: Path) -> Path:

@@ -53,6 +53,10 @@ HEALTHY: Mapping[tuple[str, bool], HealthyLimits] = {
     ("float32", False): HealthyLimits(noise=1e-4, far=0.02),
     # Qwen3 MoE 1.2e-6 and 0.
     ("float32", True): HealthyLimits(noise=1e-4, far=0.02),
+    # An fp8 KV cache beside weights in bfloat16, with Megatron, one rehearsal each: Qwen3 0.12 and 0.026, Qwen3 MoE
+    # 0.16 and 0.11. So a top-p of 0.8 in the sampler alone may stay unnoticed beside such a cache.
+    ("fp8", False): HealthyLimits(noise=0.3, far=0.1),
+    ("fp8", True): HealthyLimits(noise=0.4, far=0.25),
 }
 """Limits by precision and kind of model: two to three times the largest noise measured in bfloat16, more in float32.
 
@@ -168,8 +172,9 @@ def healthy_limits(trainer: str, sampler: str, *, experts: bool, temperature: fl
         temperature: ``policy.generation.temperature``. Both engines divide their logits by it, and the noise on the
             logits with them. The limits were measured at 1, so they are divided, too, unless it is no temperature.
     """
-    both_exact = trainer == sampler == "float32"
-    limits = HEALTHY["float32" if both_exact else "bfloat16", experts]
+    precisions = {trainer, sampler}
+    lower = "fp8" if "fp8" in precisions else "float32" if precisions == {"float32"} else "bfloat16"
+    limits = HEALTHY[lower, experts]
     if temperature <= 0:
         return limits
     return replace(limits, noise=limits.noise / temperature, far_noise=limits.far_noise / temperature)

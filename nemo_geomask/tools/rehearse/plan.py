@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.check import Layout, RecipeFacts, layout_keys, layout_of, trained_sections
-from nemo_geomask.tools.rehearse.cpu_settings import cpu_changes, is_colocated
+from nemo_geomask.tools.rehearse.cpu_settings import cpu_changes, is_colocated, keeps_fp8_cache
 from nemo_geomask.tools.rehearse.refusals import model_refusals, recipe_refusals
 from nemo_geomask.tools.rehearse.setting_change import Change, as_override
 from nemo_geomask.tools.rehearse.tiny_models import TinyModel, tiny_model
@@ -73,6 +73,7 @@ def plan(
     own_environment: bool = False,
     gpus: bool = False,
     has_automodel: bool = True,
+    has_fp8_cache: bool = False,
     resume: bool = False,
     validate: bool = False,
     record: bool = False,
@@ -87,6 +88,7 @@ def plan(
         own_environment: use the recipe's own data and environment.
         gpus: this machine has GPUs; without them, settings that a CPU does not support are changed and reported.
         has_automodel: Automodel can be imported for DTensor v2's workers; without it, DTensor v1's train.
+        has_fp8_cache: vLLM has kernels for an fp8 KV cache on this machine's processor.
         resume: save and keep a checkpoint of the step before the last.
         validate: validate after every step, and before the first if the recipe does.
         record: record every step, so that the run can be diagnosed.
@@ -112,13 +114,22 @@ def plan(
         *_teacher(facts, folder),
         *_redirect_output(facts, folder),
         *_record(facts, folder, record),
-        *([] if gpus else cpu_changes(facts, has_automodel=has_automodel, is_recurrent=model.is_recurrent)),
+        *(
+            []
+            if gpus
+            else cpu_changes(
+                facts, has_automodel=has_automodel, is_recurrent=model.is_recurrent, has_fp8_cache=has_fp8_cache
+            )
+        ),
     ]
     algorithm = "grpo_single_controller" if facts.uses_single_controller else facts.algorithm
     has_teacher = _has_teacher(facts)
     gpu_count = layout.ranks + (not is_colocated(facts)) + has_teacher
     effective = [change for change in changes if change.was != change.value or change.delete or change.pinned]
     unrehearsed = tuple(_unrehearsed(facts, layout, full, effective, gpus, validate))
+    if not gpus and keeps_fp8_cache(facts, has_fp8_cache):
+        only_cache = "fp8, here for the KV cache alone (vLLM's CPU kernels have no fp8 weights)"
+        unrehearsed += (f"policy.generation.vllm_cfg.precision: {only_cache}",)
     v2 = "policy.dtensor_cfg._v2"
     uses_automodel = not facts.uses_megatron and facts.is_true(v2) and all(change.key != v2 for change in effective)
     script = f"examples/run_{algorithm}.py"

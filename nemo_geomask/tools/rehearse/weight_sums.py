@@ -41,6 +41,8 @@ Sums = dict[str, dict[str, list[float]]]
 
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 _LOG_DECAY, _DECAY = "A_log", "A"
+_NEVER_SENT = ".prob_scale"
+"""Scale of an fp8 KV cache that NeMo-RL sends no value of, beside those of q, k and v."""
 ENGINE_DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes of an engine; the weights that are sent are cast to each, exactly as the engine would cast them."""
 _TOLERANCE = 1e-10
@@ -213,6 +215,8 @@ def _sum_parameters(worker: Any) -> Sums:
     """Sum the parameters of the model in one process of a vLLM engine."""
     sums: Sums = {}
     for name, parameter in worker.model_runner.model.named_parameters():
+        if name.endswith(_NEVER_SENT):
+            continue
         _add(sums, name, parameter, (str(parameter.dtype).removeprefix("torch."),))
     return sums
 

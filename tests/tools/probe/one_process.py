@@ -196,6 +196,8 @@ class OneProcess:
         # A tied head has no weights of its own, and vLLM loads none for it.
         tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
         weights = {name: value for name, value in model.state_dict().items() if name not in tied}
+        if self.engine.llm.llm_engine.vllm_config.cache_config.cache_dtype.startswith("fp8"):
+            weights |= _scales(model.config.num_hidden_layers)
 
         def send(params_generator):
             self.engine.llm.collective_rpc(_load, args=(dict(params_generator),))
@@ -256,8 +258,17 @@ class OneProcess:
         self.engine.shutdown()
 
 
+def _scales(layers):
+    """The scales of an fp8 cache before their calibration, which NeMo-RL's Megatron worker sends with the weights."""
+    torch = importlib.import_module("torch")
+    utils = importlib.import_module("nemo_rl.models.generation.vllm.quantization.fp8_train_utils")
+    names = [name for layer in range(layers) for name in utils.get_vllm_qkv_scale_names(layer).values()]
+    return {name: torch.ones(1) for name in names}
+
+
 def _load(worker, weights):
     worker.model_runner.model.load_weights(iter(weights.items()))
+    worker._maybe_process_fp8_kv_cache()
 
 
 if __name__ == "__main__":

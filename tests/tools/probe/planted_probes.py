@@ -40,6 +40,11 @@ class Plant(NamedTuple):
 
 
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+FP8_CACHE = {
+    "vllm_cfg.precision": "fp8",
+    "vllm_cfg.quantization_ignored_layer_kws": [""],
+    "vllm_cfg.kv_cache_dtype": "fp8",
+}
 PLANTS = {
     "nothing": Plant({}, {}, ()),
     "temperature": Plant({"temperature": 0.7}, {}, ("temperature",)),
@@ -50,6 +55,7 @@ PLANTS = {
         ("logprobs_mode", "temperature"),
     ),
     "bfloat16 engine": Plant({"vllm_cfg.precision": "bfloat16"}, {}, ("engine_precision",)),
+    "fp8 cache": Plant(FP8_CACHE, {}, ("engine_precision", "kv_cache_dtype")),
     "RoPE override": Plant({"vllm_kwargs.hf_overrides": ROPE}, {}, ("rope_override",)),
     "norm override": Plant({"vllm_kwargs.hf_overrides": {"rms_norm_eps": 0.3}}, {}, ("rope_override",)),
     "RoPE override and temperature": Plant(

@@ -2,6 +2,8 @@
 
 import sys
 import types
+from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 
@@ -32,6 +34,14 @@ class Worker:
 
 
 CALLS = []
+
+
+@dataclass
+class FP8State:
+    """As NeMo-RL's."""
+
+    vllm_patches: list = field(default_factory=list)
+    seen_params: set = field(default_factory=set)
 
 
 @pytest.fixture
@@ -65,3 +75,17 @@ def test_an_engine_of_several_processes_is_refused(worker):
     worker.tensor_parallel_size = 2
     with pytest.raises(EngineError, match="several processes"):
         restart_engine(worker, {})
+
+
+def test_an_engine_with_fp8_weights_can_be_replaced(worker, monkeypatch):
+    """``init_fp8`` asserts that the process has no patches yet."""
+    target = types.SimpleNamespace(load="vLLM's")
+    patcher = mock.patch.object(target, "load", "NeMo-RL's")
+    patcher.start()
+    module = types.ModuleType("fp8")
+    module.fp8_state, module.fp8_patches_applied = FP8State([patcher], {"seen"}), True
+    monkeypatch.setitem(sys.modules, "nemo_rl.models.generation.vllm.quantization.fp8", module)
+    restart_engine(worker, {})
+    assert target.load == "vLLM's"
+    assert (module.fp8_state, module.fp8_patches_applied) == (FP8State(), False)
+    restart_engine(worker, {})

@@ -77,6 +77,12 @@ def test_float32_limits_hold_only_where_both_engines_are_exact():
     assert EXACT.noise < DENSE.noise
 
 
+def test_an_fp8_cache_has_limits_of_its_own(tmp_path):
+    cache = healthy_limits("float32", "fp8", experts=False)
+    assert diagnosed(tmp_path, limits=cache, noise=0.12).cause == ""
+    assert "larger mismatch" in diagnosed(tmp_path, limits=cache, noise=0.5).cause
+
+
 def test_noise_on_the_logits_is_divided_by_the_temperature(tmp_path):
     tempered = healthy_limits("bfloat16", "bfloat16", experts=False, temperature=0.5)
     assert (tempered.noise, tempered.far, tempered.far_noise) == (2 * DENSE.noise, DENSE.far, 2 * DENSE.far_noise)

@@ -119,6 +119,24 @@ def test_on_cpus_what_they_have_not_is_left_out_and_said(planned):
         assert any(line.startswith(f"{key}: ") for line in made.unrehearsed)
 
 
+def test_an_fp8_cache_stays_where_the_processor_has_kernels_for_it(planned):
+    section = "policy.generation.vllm_cfg"
+    overrides = (f"++{section}.precision=fp8", f"++{section}.kv_cache_dtype=fp8")
+    made, shrunk = planned(*overrides, has_fp8_cache=True)
+    assert (shrunk.get(f"{section}.precision"), shrunk.get(f"{section}.kv_cache_dtype")) == ("fp8", "fp8")
+    assert shrunk.get(f"{section}.quantization_ignored_layer_kws") == [""]
+    assert any(line.startswith(f"{section}.precision: fp8, here for the KV cache") for line in made.unrehearsed)
+    made, shrunk = planned(*overrides)
+    assert (shrunk.get(f"{section}.precision"), shrunk.get(f"{section}.kv_cache_dtype")) == ("bfloat16", "auto")
+    assert any(line.startswith(f"{section}.kv_cache_dtype: 'fp8', here 'auto'") for line in made.unrehearsed)
+    # Without a cache of fp8, there is nothing to keep.
+    _, shrunk = planned(overrides[0], has_fp8_cache=True)
+    assert shrunk.get(f"{section}.precision") == "bfloat16"
+    # NeMo-RL reads the dtype of the cache with fp8 weights alone.
+    _, shrunk = planned(overrides[1], has_fp8_cache=True)
+    assert shrunk.get(f"{section}.kv_cache_dtype") == "auto"
+
+
 def test_on_gpus_nothing_is_left_out(planned):
     made, shrunk = planned(ranks=8, gpus=True)
     assert shrunk.get("policy.sequence_packing.enabled") is True

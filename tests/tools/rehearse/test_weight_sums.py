@@ -111,6 +111,22 @@ def test_the_decay_of_a_state_space_as_the_engine_keeps_it(sent, is_decay):
     assert difference.group == f"layers.0.{'A' if is_decay else 'A_log'}"
 
 
+@pytest.mark.parametrize("held_scale", [0.0125, 1.0])
+def test_scales_of_an_fp8_cache_are_compared_but_for_the_one_that_is_never_sent(sent, held_scale):
+    prefix = "model.layers.0.self_attn"
+    sums = sent({f"{prefix}.o_proj.weight": torch.ones(4, 4), f"{prefix}.k_scale": torch.tensor([0.0125])})
+    held = {
+        f"{prefix}.o_proj.weight": torch.ones(4, 4).bfloat16(),
+        f"{prefix}.attn.k_scale": torch.tensor(held_scale).bfloat16(),
+        f"{prefix}.attn.prob_scale": torch.tensor(-1.0).bfloat16(),
+    }
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=SimpleNamespace(named_parameters=held.items)))
+    (answer,) = weight_sums.engine_sums(
+        SimpleNamespace(llm=SimpleNamespace(collective_rpc=lambda function: [function(worker)]))
+    )
+    assert [each.group for each in weight_sums.compare(sums, answer)] == ([] if held_scale < 1 else ["layers.0"])
+
+
 def test_a_broadcast_is_summed_as_it_is_converted(weights, sent):
     by_stream, refits = sent(weights), weight_sums.read_sent_sums()["refits"]
 
