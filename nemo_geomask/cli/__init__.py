@@ -208,8 +208,8 @@ def _run(command: Command, arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     except SystemExit as error:
-        # A command returns its status. The handler of a signal exits with 128 and the signal's number.
-        if command.runs_script or (isinstance(error.code, int) and error.code > 128):
+        # A command returns its status. The handler of a signal exits with 128 and the signal's number; 256 would be 0.
+        if command.runs_script or (isinstance(error.code, int) and 128 < error.code < 256):
             raise
         _print_error(f"code outside this package, such as a plugin's, ended the command: SystemExit({error.code!r})")
         return 2

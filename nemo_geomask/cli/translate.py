@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from nemo_geomask.recipe import read_recipe
     from nemo_geomask.recipe.shipped_files import find_recipe
+    from nemo_geomask.tools.shared.terminal_text import EscapingStream
     from nemo_geomask.tools.translate import to_verl, translate_files
 
     translation: Any
@@ -71,7 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(translation.yaml(), end="")
     else:
         try:
-            arguments.out.write_text(translation.yaml(), encoding="utf-8")
+            # Control characters are escaped as on standard output: a file is printed, too.
+            with arguments.out.open("w", encoding="utf-8") as file:
+                EscapingStream(file).write(translation.yaml())
         except OSError as error:
             raise ConfigError(f"{arguments.out}: can't be written: {error.strerror or error}") from None
     return 1 if translation.not_expressed else 0

@@ -136,12 +136,13 @@ class PluginGroup(Generic[T]):
         module, _, attribute = entry.value.partition(":")
         try:
             plugin: T = operator.attrgetter(attribute)(import_plugin_module(module))
+            is_accepted = self.accepts(plugin)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit as well: a plugin must not end a command, and with status 0
-            text = " ".join(str(error).split())  # a plugin's message may have several lines, a problem has one
+            text = _message_of(error)
             raise self._error(f"{entry_label} could not be imported: {type(error).__name__}: {text}") from error
-        if not self.accepts(plugin):
+        if not is_accepted:
             cls = plugin if isinstance(plugin, type) else type(plugin)
             raise self._error(f"{entry_label} is a {cls.__module__}.{cls.__qualname__}; it must be {self.requirement}")
         return plugin
@@ -170,3 +171,13 @@ class PluginGroup(Generic[T]):
                 "named", "{text}", {"text": text, "hint": f"did you mean '{guess}'?" if guess else ""}
             ) from error
         return name
+
+
+def _message_of(error: BaseException) -> str:
+    """Return a plugin's message in one line, as a problem has; its own ``__str__`` may raise anything."""
+    try:
+        return " ".join(str(error).split())
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return "an error without a message"

@@ -55,7 +55,11 @@ def resolve_variant(
     problems = _problems(LossSettings, explicit, prefix=_PREFIX)
     invalid_fields = frozenset[str]().union(*(problem.fields for problem in problems))
     settings = LossSettings.model_validate(
-        {key: value for key, value in explicit.items() if str(key) not in invalid_fields}
+        {
+            key: value
+            for key, value in explicit.items()
+            if str(key) in LossSettings.model_fields and str(key) not in invalid_fields
+        }
     )
     try:
         variant = load(settings.name)

@@ -42,6 +42,8 @@ S = TypeVar("S", bound="StrictModel")
 _NULL_WORDS = ("none", "nil", "null", "")
 # Texts that YAML 1.1 reads as something else unless they are quoted.
 _WORDS_TO_QUOTE = ("null", "true", "false", "yes", "no", "on", "off", "y", "n", "inf", "nan")
+_MAX_UNKNOWN_KEYS = 50
+"""Unknown keys of one section that are reported one by one."""
 # float32's smallest normal number and its largest one.
 _FLOAT32_TINY, _FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
@@ -103,8 +105,11 @@ class StrictModel(BaseModel):
         settings = _to_builtins(data)
         known_keys = {key: value for key, value in settings.items() if key in cls.model_fields}
         unknown_keys = {str(key): value for key, value in settings.items() if key not in known_keys}
-        errors = [cls._unknown_key_error(key, value) for key, value in unknown_keys.items()]
-        misspelt_fields = {nearest(key, cls.model_fields) for key in unknown_keys}
+        # A search for the nearest name takes milliseconds, so that of thousands of keys would take a minute.
+        guesses = {key: nearest(key, cls.model_fields) for key in [*unknown_keys][:_MAX_UNKNOWN_KEYS]}
+        errors = [cls._unknown_key_error(key, unknown_keys[key], guess) for key, guess in guesses.items()]
+        errors += _count_of_others([*unknown_keys][_MAX_UNKNOWN_KEYS:])
+        misspelt_fields = set(guesses.values())
         try:
             model = validate(known_keys)
         except ValidationError as error:
@@ -127,8 +132,7 @@ class StrictModel(BaseModel):
         return "known keys: " + ", ".join(sorted(fields)) if fields else "no keys are allowed here"
 
     @classmethod
-    def _unknown_key_error(cls, key: str, value: Any) -> InitErrorDetails:
-        guess = nearest(key, cls.model_fields)
+    def _unknown_key_error(cls, key: str, value: Any, guess: str | None) -> InitErrorDetails:
         context = {"message": f"unknown key; {cls._explain_unknown_key(key, guess)}", "misspelt_field": guess or ""}
         error = PydanticCustomError("unknown_key", "{message}", context)
         return InitErrorDetails(type=error, loc=(key,), input=value)
@@ -147,6 +151,15 @@ class StrictModel(BaseModel):
         if allowed == {float} and isinstance(value, float) and 0 < abs(value) < _FLOAT32_TINY:
             raise PydanticCustomError("float32", "must fit float32, whose smallest normal number is 1.2e-38")
         return value
+
+
+def _count_of_others(keys: Sequence[str]) -> list[InitErrorDetails]:
+    """Return an error that counts unknown keys of which none is reported by itself; nothing if there are none."""
+    if not keys:
+        return []
+    message = "unknown key" if len(keys) == 1 else f"unknown key, and so are {len(keys) - 1:,} others after it"
+    error = PydanticCustomError("unknown_key", "{message}", {"message": message, "misspelt_field": ""})
+    return [InitErrorDetails(type=error, loc=(keys[0],), input=None)]
 
 
 def _union_members(annotation: Any) -> Iterator[Any]:

@@ -48,13 +48,14 @@ class InputLimits:
         nesting: depth of mappings and lists in each other.
         nodes: mappings, lists and values, those that aliases and references repeat counted each time.
         string_characters: length of one string, after references in it were resolved.
-        total_characters: length of all strings that references refer to.
+        total_characters: length of all strings that references refer to, or of the full names of all settings.
         references: references that are resolved, each counted as often as it is.
         reference_characters: length of all texts with references, each counted as often as it is resolved.
         number_digits: decimal digits of an integer.
         line_bytes: size of a line of a log, such as ``train_data_step{N}.jsonl``.
         line_containers: objects and lists in a line.
         metrics_bytes: size of a file of logged metrics.
+        metric_values: numbers in it.
         record_bytes: size of a record file, of the flight recorder.
         footer_bytes: size of the metadata at its end.
         record_tokens: sequences, or tokens, that it claims to hold.
@@ -74,6 +75,7 @@ class InputLimits:
     line_bytes: int = 2**26
     line_containers: int = 100_000
     metrics_bytes: int = 2**27
+    metric_values: int = 1_000_000
     record_bytes: int = 2**31
     footer_bytes: int = 2**21
     record_tokens: int = 2**26
@@ -142,13 +144,14 @@ def limit_error(name: str, source: object, limits: InputLimits, amount: int | No
         "nesting": "mappings and lists are nested more than {} deep",
         "nodes": "there are more than {} values once aliases and references are expanded",
         "string_characters": "a value has more than {} characters",
-        "total_characters": "references stand for more than {} characters",
+        "total_characters": "references or full names of settings have more than {} characters",
         "references": "more than {} references would have to be resolved",
         "reference_characters": "resolving the references takes the parsing of more than {} characters",
         "number_digits": "an integer has more than {} digits",
         "line_bytes": "the line has more than {} bytes",
         "line_containers": "the line has more than {} objects and lists",
         "metrics_bytes": "the file has more than {} bytes",
+        "metric_values": "the file has more than {} numbers",
         "record_bytes": "the file has more than {} bytes",
         "footer_bytes": "the metadata have more than {} bytes",
         "record_tokens": "the file claims more than {} tokens or sequences",

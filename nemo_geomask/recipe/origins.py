@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_geomask.recipe.input_limits import current_limits, limit_error
+
 __all__ = ["Origin", "Origins"]
 
 
@@ -65,11 +67,25 @@ class Origins:
         Args:
             path: the file.
             text: its content, valid YAML.
+
+        Raises:
+            InputLimitError: the full names of the settings are too long, or of too many parts.
         """
         import yaml  # Comes with omegaconf.
 
         root = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        return cls(dict(_file_entries(root, "", str(path))) if root is not None else {})
+        limits = current_limits()
+        entries: dict[str, _KeyOrigin] = {}
+        characters = 0
+        for key, entry in _file_entries(root, "", str(path)) if root is not None else ():
+            characters += len(key)
+            if characters > limits.total_characters:
+                raise limit_error("total_characters", entry.origin, limits)
+            # A name with dots counts as sections: their number is squared in what follows.
+            if key.count(".") + key.count("[") > 2 * limits.nesting:
+                raise limit_error("nesting", entry.origin, limits)
+            entries[key] = entry
+        return cls(entries)
 
     def over(self, parent: Origins) -> Origins:
         """Return the origins of a recipe that inherits from ``parent``.

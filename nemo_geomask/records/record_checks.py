@@ -251,12 +251,12 @@ def _parse_origin(metadata: dict[bytes, bytes]) -> RecordOrigin | None:
     content = metadata.get(ORIGIN_KEY.encode(), b"")
     try:
         origin = RecordOrigin(**json.loads(content)) if len(content) < 1000 else None
-    except (TypeError, ValueError):
+        if origin is None or not isinstance(origin.writer, str) or not isinstance(origin.id, str):
+            return None
+        numbers = (origin.started, origin.first_step)
+        is_valid = all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
+    except (TypeError, ValueError, OverflowError, RecursionError):
         return None
-    if origin is None or not isinstance(origin.writer, str) or not isinstance(origin.id, str):
-        return None
-    numbers = (origin.started, origin.first_step)
-    is_valid = all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
     return origin if is_valid else None
 
 

@@ -152,3 +152,5 @@ def test_code_that_ends_the_process_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(schema, "run", lambda arguments: sys.exit(143))  # a handler of SIGTERM
     with pytest.raises(SystemExit):
         main(["schema"])
+    monkeypatch.setattr(schema, "run", lambda arguments: sys.exit(256))  # a shell would see 0
+    assert main(["schema"]) == 2

@@ -12,7 +12,7 @@ import pyarrow.compute as compute
 import pyarrow.parquet as parquet
 
 from nemo_geomask.errors import DataError
-from nemo_geomask.records.record_checks import open_record
+from nemo_geomask.records.record_checks import open_record, read_origin
 from nemo_geomask.records.record_schema import CHECKSUM_KEY, ORIGIN_KEY
 from nemo_geomask.records.writer import StepRows, write_step
 
@@ -110,6 +110,20 @@ def test_a_file_of_an_earlier_version_is_read_and_has_no_checksum(tmp_path):
         assert file.origin is None
         (table,) = file.tables()
     assert table.to_pylist() == expected.to_pylist()
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [b"[" * 990, b'{"writer": "driver", "id": "x", "started": 1.0, "first_step": 1' + b"0" * 400 + b"}", b"[]", b"{}"],
+)
+def test_a_hostile_origin_is_damage(tmp_path, origin):
+    path = record(tmp_path)
+    table = parquet.read_table(path)
+    kept = {key: value for key, value in table.schema.metadata.items() if key != CHECKSUM_KEY.encode()}
+    parquet.write_table(table.replace_schema_metadata({**kept, ORIGIN_KEY.encode(): origin}), path)
+    assert read_origin(path) is None
+    with pytest.raises(DataError, match="no valid nemo_geomask.origin"), open_record(path):
+        pass
 
 
 def with_column(name, values):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemo_geomask.errors import DataError, MissingDependencyError
+from nemo_geomask.errors import DataError, InputLimitError, MissingDependencyError
 from nemo_geomask.recipe.input_limits import current_limits, limit_error
 from nemo_geomask.records.record_schema import require_arrow
 from nemo_geomask.tools.diagnose.change_points import MIN_NOISE, MIN_RISE, MIN_SCORE, find_change
@@ -31,6 +31,9 @@ MetricSeries = dict[str, dict[int, float]]
 """Values by metric name, then by step."""
 
 _EVENT_FILES = "events*tfevents*"
+_MAX_STEP = 2**63
+_MIN_STEPS = 10
+"""Steps below which a mean beyond a limit is not called healthy, however much the values vary."""
 _LIMITS = {name: limit for limit in HEALTH_LIMITS for name in limit.logged}
 """Health limit of each metric that has one."""
 
@@ -66,7 +69,7 @@ def read_logged(folder: Path) -> MetricSeries:
     jsonl = folder / "metrics.jsonl"
     lab_table = folder.parent / "steps" / f"{folder.name}.parquet"
     entries = _read_jsonl(jsonl) if jsonl.is_file() else _read_table(lab_table) if lab_table.is_file() else []
-    event_files = sorted(folder.rglob(_EVENT_FILES), key=lambda path: (path.stat().st_mtime, path))
+    event_files = sorted(folder.rglob(_EVENT_FILES), key=lambda path: (_modified(path), path))
     # TensorBoard writes hyperparameters into folders below the run's; these folders are not runs of their own.
     parents = {path.parent for path in event_files}
     runs = sorted(str(parent.relative_to(folder)) for parent in parents if not parents & {*parent.parents})
@@ -77,6 +80,14 @@ def read_logged(folder: Path) -> MetricSeries:
     for step, name, value in [*entries, *(entry for path in event_files for entry in _read_events(path))]:
         series.setdefault(name.removeprefix("train/"), {})[step] = value
     return series
+
+
+def _modified(path: Path) -> float:
+    """Return when a file was written; raise DataError if it can't be told, as of a link to nowhere."""
+    try:
+        return path.stat().st_mtime
+    except OSError as error:
+        raise DataError(f"{path}: can't be read: {error.strerror or error}") from None
 
 
 def metric_series(history: Iterable[Mapping[str, float]]) -> MetricSeries:
@@ -94,6 +105,8 @@ def _read_jsonl(path: Path) -> _Entries:
     for number, metrics in read_json_lines(path):
         try:
             step = int(metrics["step"])
+            if abs(step) >= _MAX_STEP:
+                raise ValueError("its step does not fit 64 bits")
             entries += [
                 (step, sys.intern(name), float(value))
                 for name, value in metrics.items()
@@ -101,7 +114,14 @@ def _read_jsonl(path: Path) -> _Entries:
             ]
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise DataError(f"{path}:{number}: not an object with a step: {str(error)[:200]}") from None
+        _check_count(len(entries), f"{path}:{number}")
     return entries
+
+
+def _check_count(count: int, source: object) -> None:
+    limits = current_limits()
+    if count > limits.metric_values:
+        raise limit_error("metric_values", source, limits)
 
 
 def _check_size(path: Path) -> None:
@@ -117,15 +137,25 @@ def _read_table(path: Path) -> _Entries:
     _check_size(path)
     arrow, parquet = require_arrow(), require_arrow("pyarrow.parquet")
     try:
-        table = parquet.read_table(path, partitioning=None).to_pydict()
-        steps = table.pop("step")
-    except (arrow.ArrowException, OSError, KeyError, MemoryError) as error:
+        file = parquet.ParquetFile(path)
+        schema = file.schema_arrow
+        if not arrow.types.is_integer(schema.field("step").type):
+            raise ValueError(f"its steps are of type {schema.field('step').type}")
+        names = [field.name for field in schema if arrow.types.is_floating(field.type)]
+        _check_count(file.metadata.num_rows * len(names), path)
+        table = file.read(columns=["step", *names])
+        if table["step"].null_count:
+            raise ValueError("it has rows without a step")
+        columns = table.to_pydict()
+    except (arrow.ArrowException, OSError, KeyError, ValueError, MemoryError) as error:
+        if isinstance(error, InputLimitError):
+            raise
         raise DataError(f"{path}: not the lab's table of steps: {str(error)[:200]}") from None
     return [
         (step, name, value)
-        for name, column in table.items()
-        for step, value in zip(steps, column, strict=True)
-        if isinstance(value, float)
+        for name in names
+        for step, value in zip(columns["step"], columns[name], strict=True)
+        if value is not None
     ]
 
 
@@ -153,18 +183,26 @@ def _read_events(path: Path) -> _Entries:
 
 
 class _MetricVerdict(NamedTuple):
-    """Verdict from one metric; ``mean`` is its entry in :attr:`LoggedVerdict.values`."""
+    """Verdict from one metric.
+
+    Attributes:
+        health: its health.
+        since: first step of the rise.
+        mean: its entry in :attr:`LoggedVerdict.values`.
+        unknown: why it can't be called healthy; empty if it can.
+    """
 
     health: Health
     since: int | None
     mean: float
+    unknown: str = ""
 
 
 def judge_logged(series: MetricSeries) -> LoggedVerdict | None:
     """Return the verdict from the metrics that have a health limit; None if none of them was logged as a number.
 
     Raises:
-        DataError: a metric has become NaN, and no other metric is beyond its limit.
+        DataError: no metric is beyond its limit, but one has become NaN, or has too few steps to tell.
     """
     verdicts = {
         name: _judge_metric(name, series[name])
@@ -177,10 +215,10 @@ def judge_logged(series: MetricSeries) -> LoggedVerdict | None:
     onsets = [verdict.since for verdict in verdicts.values() if verdict.health == health and verdict.since is not None]
     since = min(onsets, default=None)
     values = {name: verdict.mean for name, verdict in verdicts.items()}
-    if health == "healthy" and (unknown := [name for name, value in values.items() if math.isnan(value)]):
+    if health == "healthy" and (unknown := [verdict.unknown for verdict in verdicts.values() if verdict.unknown]):
         raise DataError(
-            "the logged metrics do not tell the run's present health: NaN in most of the last third of the steps: "
-            f"{', '.join(unknown)}; to diagnose the cause, record the run (loss_fn.record)"
+            f"the logged metrics do not tell the run's present health: {', '.join(unknown)}; to diagnose the cause, "
+            "record the run (loss_fn.record)"
         )
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
     for name in values:
@@ -212,12 +250,15 @@ def _judge_metric(name: str, by_step: Mapping[int, float]) -> _MetricVerdict:
     judged_steps = steps[-max(3, len(steps) // 3) :] if since is None else [step for step in steps if step >= since]
     values = np.array([by_step[step] for step in judged_steps if step in numeric_steps])
     if since is None and 2 * len(values) < len(judged_steps):
-        return _MetricVerdict("healthy", None, math.nan)
-    mean = float(values.mean())
+        return _MetricVerdict("healthy", None, math.nan, f"NaN in most of the last third of the steps: {name}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean, deviation = float(values.mean()), float(values.std())
     if mean == math.inf:
         return _MetricVerdict("broken", since, mean)
     # A limit is exceeded only if the mean is two standard errors above it.
-    lower_bound = mean - 2 * float(values.std()) / math.sqrt(len(values))
+    lower_bound = mean - 2 * deviation / math.sqrt(len(values))
     is_drifting = lower_bound > limit.drifting or since is not None
     health: Health = "broken" if lower_bound > limit.broken else "drifting" if is_drifting else "healthy"
-    return _MetricVerdict(health, since, mean)
+    is_unsure = health == "healthy" and mean > limit.drifting and len(values) < _MIN_STEPS
+    unknown = f"{name} is {mean:.4g} over {len(values)} steps, which vary too much to judge" if is_unsure else ""
+    return _MetricVerdict(health, since, mean, unknown)

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from nemo_geomask.errors import DataError
 from nemo_geomask.recipe.input_limits import current_limits
 from nemo_geomask.tools.diagnose.figure_data import Curve, Figure
 from nemo_geomask.tools.diagnose.json_lines import open_log, parse_json
 from nemo_geomask.tools.diagnose.page_tables import PageTable, merge_tables
 from nemo_geomask.tools.diagnose.report_tables import Table
+from nemo_geomask.tools.shared.json_formats import SweepJson
 
 __all__ = ["SweepSection", "build_sweep_section", "read_sweep"]
 
@@ -27,9 +30,16 @@ def read_sweep(path: Path) -> dict[str, Any]:
     limits = current_limits()
     with open_log(path) as file:
         sweep = parse_json(file.read(limits.line_bytes + 1), f"--sweep {path}", limits)
-    if not isinstance(sweep, dict) or not {"run", "definitions", "candidates", "loss_fn", "recommended"} <= set(sweep):
-        raise DataError(f"--sweep: {path} is not what `nemo-geomask sweep DIR --json` of this version prints")
-    return sweep
+    try:
+        return dict(TypeAdapter(SweepJson).validate_python(sweep))
+    except (ValidationError, OverflowError) as error:
+        reason = ""
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            reason = f": {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise DataError(
+            f"--sweep: {path} is not what `nemo-geomask sweep DIR --json` of this version prints{reason}"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,8 @@ def build_sweep_section(number: int, sweep: Mapping[str, Any], directories: Sequ
     """
     try:
         return _build(number, sweep, directories)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    # RuntimeError and OSError: the run's path is a loop of links.
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, OSError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(

@@ -18,7 +18,7 @@ class ExpansionBudget:
     def __init__(self, source: object) -> None:
         self.source = source
         self.limits = current_limits()
-        self._characters = self._words = self._files = 0
+        self._characters = self._words = self._files = self._items = 0
 
     def add_characters(self, count: int) -> None:
         """Count characters that a variable stands for, or those of a setting's full name."""
@@ -31,6 +31,12 @@ class ExpansionBudget:
         self._words += count
         if self._words > self.limits.nodes:
             raise self._error("nodes", "there are more than {} words, each variable replaced")
+
+    def add_items(self, count: int) -> None:
+        """Count what the values of settings may hold, by the commas in them."""
+        self._items += count
+        if self._items > self.limits.nodes:
+            raise self._error("nodes", "the values of settings hold more than {} items")
 
     def add_file(self) -> None:
         """Count a sourced file."""

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.recipe.input_limits import parse_text
+from nemo_geomask.recipe.input_limits import check_values, parse_text
+from nemo_geomask.tools.translate.expansion_limits import ExpansionBudget
 from nemo_geomask.tools.translate.setting_values import UNRESOLVED
 from nemo_geomask.tools.translate.shell_reader import ProgramRun, program_runs
 
@@ -33,7 +34,7 @@ def code_of_notebook(text: str, source: object) -> str:
     return "\n".join("pass" if line.startswith(("%", "!")) else line for line in lines)
 
 
-def constructions(text: str, constructors: Sequence[str]) -> list[ProgramRun]:
+def constructions(text: str, constructors: Sequence[str], source: object = "the code") -> list[ProgramRun]:
     """Return the settings of each call of a configuration class, as a run of a program of that name.
 
     A class that is handed to a parser of the command line has the settings of the command in the file's docstring, and
@@ -43,51 +44,77 @@ def constructions(text: str, constructors: Sequence[str]) -> list[ProgramRun]:
     Args:
         text: Python code.
         constructors: names of configuration classes.
+        source: name of the file, for errors.
 
     Raises:
         SyntaxError: the text is not Python.
         ValueError: ``**name`` stands for a mapping that is not literal.
+        InputLimitError: the values are too large.
     """
     tree = ast.parse(text)
+    runs = _runs_in(tree, constructors, ExpansionBudget(source))
+    for run in runs:
+        check_values(run.settings, source)
+    return runs
+
+
+def _runs_in(tree: ast.Module, constructors: Sequence[str], budget: ExpansionBudget) -> list[ProgramRun]:
     nodes = list(ast.walk(tree))
-    calls = [(node, ast.unparse(node.func).split(".")) for node in nodes if isinstance(node, ast.Call)]
+    calls = [(node, _dotted_name(node.func)) for node in nodes if isinstance(node, ast.Call)]
     assigned = {ast.unparse(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)}
     runs = [
         ProgramRun(
-            next(name for name in names if name in constructors), dict(_arguments(node, names, constructors, assigned))
+            next(name for name in names if name in constructors),
+            dict(_arguments(node, names, constructors, assigned, budget)),
         )
         for node, names in calls
         if set(names) & {*constructors}
     ]
     for node, names in calls:
-        parsed = [name.id for name in ast.walk(node) if isinstance(name, ast.Name) and name.id in constructors]
-        if names[-1] in _PARSERS and parsed:
-            runs.append(_parsed_from_command_line(tree, nodes, parsed[0]))
+        if names[-1:] and names[-1] in _PARSERS:
+            parsed = [name.id for name in ast.walk(node) if isinstance(name, ast.Name) and name.id in constructors]
+            if parsed:
+                runs.append(_parsed_from_command_line(tree, nodes, parsed[0], budget))
     if runs:
         return runs
     entries = (entry for node in nodes for entry in _dict_entries(node) or ())
     # A dict that is the value of an entry is skipped here: ast.walk visits it, too.
-    settings = {name: _literal(value) for name, value in entries if _dict_entries(value) is None}
+    settings = {name: _literal(value, budget) for name, value in entries if _dict_entries(value) is None}
     return [ProgramRun("", settings)] if settings else []
 
 
+def _dotted_name(node: ast.expr) -> list[str]:
+    """Return the parts of ``a.b.c``; of ``f(…).b.c``, those after the call."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return [*([node.id] if isinstance(node, ast.Name) else []), *reversed(parts)]
+
+
 def _arguments(
-    call: ast.Call, names: Sequence[str], constructors: Sequence[str], assigned: dict[str, ast.expr]
+    call: ast.Call,
+    names: Sequence[str],
+    constructors: Sequence[str],
+    assigned: dict[str, ast.expr],
+    budget: ExpansionBudget,
 ) -> Iterator[tuple[str, Any]]:
     if names[-1] not in constructors:  # a factory method, such as Config.decoupled_seq_is(…)
         yield "preset", names[-1]
     for keyword in call.keywords:
         if keyword.arg is not None:
-            yield keyword.arg, _literal(keyword.value)
+            yield keyword.arg, _literal(keyword.value, budget)
             continue
         spread = ast.unparse(keyword.value)
-        mapping = _literal(assigned.get(spread, keyword.value))
+        mapping = _literal(assigned.get(spread, keyword.value), budget)
         if not isinstance(mapping, dict):
             raise ValueError(f"**{spread} is not a literal dict; write its settings in place of it")
         yield from mapping.items()
 
 
-def _parsed_from_command_line(tree: ast.Module, nodes: Sequence[ast.AST], constructor: str) -> ProgramRun:
+def _parsed_from_command_line(
+    tree: ast.Module, nodes: Sequence[ast.AST], constructor: str, budget: ExpansionBudget
+) -> ProgramRun:
     commands = [run for run in program_runs(_commands_of(ast.get_docstring(tree) or "")) if run.program.endswith(".py")]
     settings = dict(commands[0].settings) if len(commands) == 1 else {}
     unread = (*(commands[0].unread if len(commands) == 1 else ("the command line, from which its settings come",)),)
@@ -95,7 +122,7 @@ def _parsed_from_command_line(tree: ast.Module, nodes: Sequence[ast.AST], constr
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             owner, _, name = ast.unparse(node.targets[0]).rpartition(".")
             if owner in ("training_args", "grpo_args", "args"):
-                settings[name] = _literal(node.value)
+                settings[name] = _literal(node.value, budget)
     return ProgramRun(constructor, settings, unread, is_from_docstring=len(commands) == 1)
 
 
@@ -120,17 +147,19 @@ def _dict_entries(node: ast.AST) -> list[tuple[str, ast.expr]] | None:
     if isinstance(node, ast.Dict):
         pairs = zip(node.keys, node.values, strict=True)
         return [(str(key.value), value) for key, value in pairs if isinstance(key, ast.Constant)]
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict":
+    if isinstance(node, ast.Call) and _dotted_name(node.func) == ["dict"]:
         return [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg is not None]
     return None
 
 
-def _literal(value: ast.expr) -> Any:
+def _literal(value: ast.expr, budget: ExpansionBudget) -> Any:
     """Return the value of a literal; for other expressions, their code marked as unresolved."""
     entries = _dict_entries(value)
     if entries is not None:
-        return {name: _literal(inner) for name, inner in entries}
+        return {name: _literal(inner, budget) for name, inner in entries}
     try:
         return ast.literal_eval(value)
-    except ValueError:
-        return UNRESOLVED + ast.unparse(value)
+    except (ValueError, TypeError):  # the second for a list in a set, or as a key
+        code = ast.unparse(value)
+        budget.add_characters(len(code))  # an expression may hold others that are read, too
+        return UNRESOLVED + code

@@ -30,21 +30,25 @@ _PLAIN_WORD = re.compile(r"[A-Za-z_/][\w./-]*+")
 _YAML_WORDS = ("yes", "no", "true", "false", "on", "off", "null")
 
 
-def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+def flat(settings: Mapping[str, Any], source: object = "settings") -> dict[str, Any]:
     """Return nested mappings as one mapping with dotted names.
+
+    Args:
+        settings: the mappings.
+        source: name of the file, for errors.
 
     Raises:
         InputLimitError: the names are too many, too long or too deep.
     """
     by_name: dict[str, Any] = {}
-    budget = ExpansionBudget("settings")
+    budget = ExpansionBudget(source)
 
     def add(mapping: Mapping[str, Any], section: str) -> None:
         for key, value in mapping.items():
             name = f"{section}{key}"
             budget.add_characters(len(name))
             if name.count(".") > budget.limits.nesting:
-                raise limit_error("nesting", "settings", budget.limits)
+                raise limit_error("nesting", source, budget.limits)
             if isinstance(value, Mapping) and value:
                 add(value, f"{name}.")
             else:

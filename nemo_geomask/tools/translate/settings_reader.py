@@ -48,17 +48,19 @@ def read_runs(path: Path, constructors: tuple[str, ...]) -> list[ProgramRun]:
             case ".toml":
                 runs = [_of_mapping(path, _parse_toml(text, path))]
             case ".py":
-                runs = constructions(check_code(text, path), constructors)
+                runs = constructions(check_code(text, path), constructors, path)
             case ".ipynb":
-                runs = constructions(check_code(code_of_notebook(text, path), path), constructors)
+                runs = constructions(check_code(code_of_notebook(text, path), path), constructors, path)
             case _:
                 runs = program_runs(text, path.parent, path)
-        return [run.with_settings(flat(run.settings)) for run in runs]
+        return [run.with_settings(flat(run.settings, path)) for run in runs]
     except ConfigError:
         raise
     except (RecursionError, MemoryError):  # Python's parser raises the second for code that is nested too deeply
         raise limit_error("nesting", path, limits) from None
     except (ValueError, SyntaxError) as error:
+        if "integer string conversion" in str(error):  # Python's own limit, 4300 digits
+            raise limit_error("number_digits", path, limits) from None
         raise ConfigError(f"{path}: can't be read: {' '.join(str(error).split())}") from None
 
 

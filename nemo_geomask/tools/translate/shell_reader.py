@@ -123,7 +123,9 @@ class _Script:
         if words and words[0] in ("source", ".") and len(words) > 1:
             self._source(words[1])
         elif words:
-            self._add_run(self._expanded(words))
+            words = self._expanded(words)
+            self.budget.add_items(sum(word.count(",") for word in words))
+            self._add_run(words)
 
     def _assign_array(self, name: str, items: list[ScriptWord], is_conditional: bool) -> None:
         is_append, name = name.endswith("+="), name.rstrip("+=")
@@ -165,13 +167,17 @@ class _Script:
         self.ambiguous.add(name)
 
     def _source(self, word: str) -> None:
-        """Read a file that the script sources, if it lies where the script says, relative to the script's folder."""
+        """Read a file that the script sources, if it lies where the script says, relative to the script's folder.
+
+        It has to lie in the script's checkout, or in the current folder: what is elsewhere, such as a file of secrets
+        or ``/proc/self/environ``, is not the script author's to have read.
+        """
         tail = re.sub(r"^\$\{?\w+\}?/", "", word)
         if self.folder is not None and UNRESOLVED not in tail and not tail.startswith("/"):
             path = self.folder / tail
             try:
-                text = None if path in self.open_files else read_text(path)
-            except (OSError, UnicodeDecodeError, InputLimitError):
+                text = None if path in self.open_files or not self._may_source(path) else read_text(path)
+            except (OSError, RuntimeError, UnicodeDecodeError, InputLimitError):  # the second: a loop of links
                 text = None
             if text is not None:
                 self.budget.add_file()
@@ -180,6 +186,13 @@ class _Script:
                 self.open_files.pop()
                 return
         self.unread.append(f"source {word}")
+
+    def _may_source(self, path: Path) -> bool:
+        if self.folder is None:
+            return False
+        folder = self.folder.resolve()
+        checkout = next((parent for parent in (folder, *folder.parents) if (parent / ".git").exists()), folder)
+        return any(path.resolve().is_relative_to(place) for place in (checkout, Path.cwd()))
 
     def _substitute(self, word: str) -> str:
         for _ in range(_SUBSTITUTION_DEPTH):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import textwrap
 from collections import Counter
@@ -120,6 +121,28 @@ def translate_files(paths: Sequence[Path], peer: str | None = None) -> Translati
         else:
             # A later file wins, also where it writes the name of a setting in another form; the order matters.
             settings = {key: value for key, value in settings.items() if key not in file.settings} | file.settings
+    with _errors_name(paths):
+        return _translate_merged(paths, files, settings, system)
+
+
+@contextlib.contextmanager
+def _errors_name(paths: Sequence[Path]) -> Iterator[None]:
+    """Have problems of settings name the files that they come from."""
+    names = ", ".join(map(str, paths))
+    try:
+        yield
+    except ConfigError as error:
+        problems = [
+            problem if problem.where or names in problem.message else replace(problem, where=names)
+            for problem in error.problems
+        ]
+        raise type(error)(*problems) from error
+
+
+def _translate_merged(
+    paths: Sequence[Path], files: Sequence[SettingsFile], settings: dict[str, Any], system: Peer | None
+) -> Translation:
+    """Return the translation of the settings of several files, merged in order."""
     programs = [program for file in files for program in file.programs]
     system = system or recognise(settings, programs)
     changed = [system.settings_of_program(program) for program in programs]

@@ -135,6 +135,12 @@ OVER_A_LIMIT: dict[str, tuple[Recipe, str]] = {
     "braces 300 deep": (_nested("{a: ", "}", 300), "nesting"),
     "indented 300 deep": ("\n".join(" " * depth + "a:" for depth in range(300)), "nesting"),
     "dashes 3000 deep": ("- " * 3000 + "a", "nesting"),
+    "long name of a large section": (
+        "? " + "x" * 900_000 + "\n: {" + ", ".join(f"k{i}: 1" for i in range(5000)) + "}\n" + VALID,
+        "total_characters",
+    ),
+    "name of many parts": ("? " + ".".join("a" * 400_000) + "\n: 1\n" + VALID, "nesting"),
+    "name of many brackets": ("? '" + "[" * 400_000 + "'\n: 1\n" + VALID, "nesting"),
     "value of 20 MB": ("a: '" + "x" * 20_000_000 + "'", "file_bytes"),
     "plain value of 3 MB": ("a: " + "x y" * 1_000_000, "string_characters"),
     "block of 3 MB": ("a: |\n" + "  xxxxxxxxx\n" * 250_000, "string_characters"),
@@ -198,6 +204,12 @@ MALFORMED: dict[str, Recipe] = {
 
 # Recipes that can be read, whose content is strange. Any exit status will do; a traceback will not.
 STRANGE: dict[str, str] = {
+    "9,000 unknown keys": "loss_fn: {name: gspo, "
+    + ", ".join(f"truncated_importance_sampling_ratio_m{i}: 1" for i in range(9000))
+    + "}\n",
+    "9,000 unknown keys of NeMo-RL": "loss_fn: {name: gspo}\ngrpo: {"
+    + ", ".join(f"num_prompts_per_step_{i}: 1" for i in range(9000))
+    + "}\n",
     "nothing": "",
     "ordered mapping": "a: !!omap [b: 1]\n",
     "numbers as keys": "1: {2: 3}\ngrpo: {1: 2}\n" + VALID.partition("\n")[2],

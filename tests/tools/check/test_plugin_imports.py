@@ -74,3 +74,21 @@ def test_objects_of_this_package_need_no_import_of_others(plugin, capsys, tmp_pa
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     assert main(["check", "recipe.yaml", "--no-import"]) == 0
     assert "no-import" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class E(Exception):\n    def __str__(self):\n        raise SystemExit(256)\nraise E",
+        "class C:\n    @property\n    def __class__(self):\n        raise SystemExit(256)\nX = C()",
+        "raise SystemExit(256)",
+    ],
+)
+def test_a_plugin_can_not_end_a_command_in_silence(tmp_path, monkeypatch, capsys, code):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hostile_plugin.py").write_text(code)
+    (tmp_path / "recipe.yaml").write_text("grpo: {}\nloss_fn: {name: 'hostile_plugin:X'}\n")
+    assert main(["check", "recipe.yaml"]) in (1, 2)
+    printed = capsys.readouterr()
+    assert "could not be imported" in printed.out + printed.err
+    sys.modules.pop("hostile_plugin", None)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HOSTILE_LOGS", "HOSTILE_METRICS", "HOSTILE_SWEEPS", "valid_line", "valid_lines"]
+__all__ = [
+    "HOSTILE_LOGS",
+    "HOSTILE_METRICS",
+    "HOSTILE_SWEEPS",
+    "HOSTILE_TABLES",
+    "valid_line",
+    "valid_lines",
+    "valid_sweep",
+]
 
 LOG, METRICS = "train_data_step1.jsonl", "metrics.jsonl"
 GIGABYTE = 2**30
@@ -65,6 +75,36 @@ def bind_socket(path: Path) -> None:
             server.bind(path.name)
         finally:
             os.chdir(folder)
+
+
+def event_link(target: str) -> Plant:
+    """Return a plant of valid metrics, and beside them a link to an event file that can't be read."""
+
+    def plant(path: Path) -> None:
+        path.write_bytes(b'{"step": 1, "gen_kl_error": 0.1}\n')
+        (path.parent / "events.out.tfevents.1").symlink_to(target)
+
+    return plant
+
+
+def valid_sweep(**changes: Any) -> bytes:
+    """Return what ``sweep --json`` prints, with some values replaced."""
+    values: dict[str, Any] = {
+        "version": 1,
+        "run": "run",
+        "steps": [1],
+        "left_out": {},
+        "damaged_files": {},
+        "at": "prev",
+        "does_not_fit": None,
+        "recommended": None,
+        "loss_fn": None,
+        "no_recommendation": "",
+        "definitions": {"bias": "…"},
+        "tokens": {},
+        "candidates": [],
+    }
+    return json.dumps(values | changes).encode()
 
 
 def unreadable_loop(path: Path) -> None:
@@ -137,6 +177,24 @@ HOSTILE_METRICS: dict[str, tuple[Plant, str]] = {
     "infinite step": (content(b'{"step": Infinity, "token_mult_prob_error": 1.0}\n'), "not an object with a step"),
     "number beyond a float": (content(b'{"step": 1, "gen_kl_error": ' + b"9" * 400 + b"}\n"), "not an object with"),
     "list": (content(b"[1, 2]\n"), "not an object with a step"),
+    "step of 400 digits": (
+        content(b'{"step": ' + b"1" * 400 + b', "gen_kl_error": 0.1}\n'),
+        "not an object with a step",
+    ),
+    "too many numbers": (content(lambda: b'{"step":1,"a":1}\n' * 1_100_000), "metric_values"),
+    "link of events to nowhere": (event_link("nowhere"), "can't be read"),
+    "link of events to itself": (event_link("events.out.tfevents.1"), "can't be read"),
+}
+HOSTILE_TABLES: dict[str, tuple[dict[str, Any], str]] = {
+    # name: columns of what is planted as the lab's table of steps, and what the error must say
+    "steps of text": ({"step": ["a", "\x1b[2J"], "gen_kl_error": [0.1, 9.0]}, "its steps are of type string"),
+    "steps that are NaN": ({"step": [math.nan, 1.0], "gen_kl_error": [0.1, 9.0]}, "its steps are of type double"),
+    "steps that are missing": ({"step": [1, None, 3], "gen_kl_error": [0.1, 9.0, 0.1]}, "rows without a step"),
+    "steps that are lists": ({"step": [[1], [2]], "gen_kl_error": [0.1, 9.0]}, "its steps are of type list"),
+    "steps that are objects": ({"step": [{"a": 1}], "gen_kl_error": [0.1]}, "its steps are of type struct"),
+    "steps that are times": ({"step": [datetime.datetime(2026, 1, 1)], "x": [0.1]}, "its steps are of type timestamp"),
+    "no steps": ({"gen_kl_error": [0.1]}, "not the lab's table"),
+    "two steps": ({"step": [1, 2], "gen_kl_error": [0.1, 9.0]}, "4.55 over 2 steps, which vary too much to judge"),
 }
 HOSTILE_SWEEPS: dict[str, tuple[Plant, str]] = {
     # name: what is planted as the file of --sweep, and what the error must say
@@ -144,6 +202,9 @@ HOSTILE_SWEEPS: dict[str, tuple[Plant, str]] = {
     "1 GB": (sparse(b"["), "line_bytes"),
     "nested 50,000 deep": (content(lambda: nested(50_000)), "nesting"),
     "binary": (content(lambda: os.urandom(2**20)), "not JSON"),
+    "number beyond a float": (content(valid_sweep(steps=[10**400])), "not what `nemo-geomask sweep DIR --json`"),
+    "definitions that are numbers": (content(valid_sweep(definitions={"bias": 5})), "definitions.bias"),
+    "recommended number": (content(valid_sweep(recommended=5)), "recommended"),
     "empty objects": (
         content(b'{"run": 1, "definitions": 2, "candidates": 3, "loss_fn": 4, "recommended": 5}'),
         "not what `nemo-geomask sweep DIR --json`",

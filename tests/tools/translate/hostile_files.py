@@ -91,6 +91,10 @@ OVER_A_LIMIT: dict[str, tuple[File, str]] = {
         ("f.sh", "if x; then\n" + "A+=abcdefghijklmnopqrstuvwxyz\n" * 9000 + "fi"),
         "total_characters",
     ),
+    "shell, a long list used often": (
+        ("f.sh", f"A=[{'1,' * 9000}1]\nrun " + " ".join(f"a{i}=$A" for i in range(200))),
+        "nodes",
+    ),
     "shell, many words": (("f.sh", "run " + "--a 1 " * 150_000), "nodes"),
     "shell, many programs": (("f.sh", "\n".join(f"python train.py --a{i} 1" for i in range(20_000))), "nodes"),
     "shell, a script of 3 MB": (("f.sh", "# " + "x" * 3 * MILLION), "string_characters"),
@@ -101,6 +105,12 @@ OVER_A_LIMIT: dict[str, tuple[File, str]] = {
     "Python, a sum of 200,000 terms": (("f.py", "GRPOConfig(beta=" + "1+" * 200_000 + "1)"), "nesting"),
     "Python, minus signs": (("f.py", "GRPOConfig(beta=" + "-" * 200_000 + "1)"), "nesting"),
     "Python, a chain of attributes": (("f.py", "a" + ".b" * 200_000 + "(GRPOConfig(beta=1))"), "nesting"),
+    "Python, a number of 90,000 hexadecimal digits": (("f.py", f"GRPOConfig(beta=0x{'f' * 90_000})"), "number_digits"),
+    "Python, a number of 4,400 digits": (("f.py", f"GRPOConfig(beta={'9' * 4400})"), "number_digits"),
+    "Python, expressions within each other": (
+        ("f.py", "x = " + "dict(a=f(" * 60 + f"'{'x' * 100_000}'" + "))" * 60),
+        "total_characters",
+    ),
     "Python, 3 MB": (("f.py", "x = '" + "x" * 3 * MILLION + "'"), "string_characters"),
     "notebook, brackets": (("f.ipynb", "[" * MILLION), "nesting"),
     "notebook, a sum": (("f.ipynb", _notebook("GRPOConfig(beta=" + "1+" * 200_000 + "1)")), "nesting"),
@@ -156,6 +166,12 @@ MALFORMED: dict[str, File] = {
 """Files without settings that can be read: exit status 2."""
 
 STRANGE: dict[str, File] = {
+    "Python, a list in a set": ("f.py", "GRPOConfig(beta={[1]}, epsilon={[]: 2})"),
+    "Python, calls of a call": (
+        "f.py",
+        "a(" + "1," * 400_000 + ")" + "()" * 60 + "\nGRPOConfig(beta=0.1)",
+    ),
+    "half a surrogate pair": ("f.py", 'GRPOConfig(loss_type="\\ud800x", beta=0.1)'),
     "a power of powers": ("f.sh", RUN + "$((9**9**9**9))"),
     "a product of large numbers": ("f.sh", RUN + "$((" + "99999999999*" * 50 + "1))"),
     "a division by zero": ("f.sh", RUN + "$((1/0))"),

@@ -7,6 +7,7 @@ import pytest
 from nemo_geomask.cli import main
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.translate import PEERS, translate
+from nemo_geomask.tools.translate.shell_reader import program_runs
 from tests.helpers.limited_commands import limited_commands
 from tests.tools.translate.hostile_files import MALFORMED, OVER_A_LIMIT, STRANGE
 
@@ -67,6 +68,39 @@ def test_a_limit_is_raised_by_its_option(tmp_path, capsys):
     assert main(["translate", str(path)]) == 2
     assert "--limit nesting=NUMBER" in capsys.readouterr().err
     assert main(["translate", str(path), "--limit", "nesting=120"]) in (0, 1)
+
+
+def test_a_file_that_is_written_has_no_control_characters_and_an_error_names_the_file(tmp_path, capsys):
+    path, out = tmp_path / "run.py", tmp_path / "out.yaml"
+    path.write_text('GRPOConfig(beta=0.1, loss_type="\\x1b[2J\\ud800", x="\\x1b]0;title\\x07")')
+    assert main(["translate", str(path), "--out", str(out)]) in (1, 2)
+    if out.exists():
+        assert "\x1b" not in out.read_text()
+    path.write_text("GRPOConfig(epsilon=3j)")
+    assert main(["translate", str(path)]) == 2
+    assert str(path) in capsys.readouterr().err
+
+
+def test_a_script_reads_no_file_outside_its_checkout(tmp_path, monkeypatch):
+    """Secrets of whoever translates the script must not reach what is published of it."""
+    monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    scripts = tmp_path / "checkout" / "scripts"
+    for folder in (scripts, elsewhere):
+        folder.mkdir(parents=True)
+    (tmp_path / "secret.sh").write_text("KEY=secret")
+    (tmp_path / "checkout" / "common.sh").write_text("KEY=common")
+    script = scripts / "run.sh"
+    script.write_text("source ../common.sh\nsource ../../secret.sh\npython train.py --key $KEY")
+
+    def key():
+        return program_runs(script.read_text(), scripts)[0].settings["key"]
+
+    assert key() == "secret"  # it is in the current folder
+    monkeypatch.chdir(elsewhere)
+    assert key() == "$KEY"
+    (tmp_path / "checkout" / ".git").mkdir()
+    assert key() == "common"
 
 
 VALUES = [
