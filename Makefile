@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Installs nothing but the files whose hashes are listed.
 HASHED := $(PIP) --no-deps --require-hashes
 
-.PHONY: help demo test quick matrix mutation soak audit pins vllm nemo-rl nemo-rl-losses gpu lint docs site release smoke clean
+.PHONY: help demo test quick matrix mutation soak audit pins vllm nemo-rl nemo-rl-environment nemo-rl-losses gpu lint docs site release smoke clean
 
 help:
 	@echo "make demo   train a small MoE policy with and without a mask at two learning rates, plot and diagnose it (about 3 minutes)"
@@ -127,6 +127,8 @@ $(NEMO)/.ready: .ci/nemo-rl-constraints.txt pyproject.toml
 	@touch $@
 
 # ARGS: --label NAME, --only BEGINNING of a case's name, --jobs N; what came of it is in docs/hosts and in the table of docs/reference/rehearsals.md.
+nemo-rl-environment: $(NEMO)/.ready
+
 nemo-rl: $(NEMO)/.ready nemo-rl-losses
 	@test -n "$(NEMO_RL_ROOT)" || { echo "say which NeMo-RL: make nemo-rl NEMO_RL_ROOT=/path/to/RL"; exit 1; }
 	NEMO_RL_ROOT=$(NEMO_RL_ROOT) $(NEMO)/bin/python -m nemo_geomask.tools.rehearse.case_matrix $(ARGS)

@@ -59,7 +59,8 @@ def _argument_rows(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]
         value = _placeholder(action)
         names = [" ".join(filter(None, (option, value))) for option in action.option_strings] or [value]
         # Angle brackets in a help text are placeholders, not HTML.
-        text = (action.help or "").replace("<", "‹").replace(">", "›")
+        text = (action.help or "") % vars(action)
+        text = text.replace("<", "‹").replace(">", "›")
         yield ", ".join(f"`{name}`" for name in names), text
 
 

@@ -1,6 +1,7 @@
 """The command: verdict, tables, JSON, exit status, and a run that is still going on."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -277,3 +278,16 @@ def test_watch_keeps_the_report_current(tmp_path, monkeypatch):
     assert first == 0
     assert 0 < second == third < fifth == last
     assert "broken since step 3" in page.read_text(encoding="utf-8")
+
+
+def test_the_output_on_the_page_is_the_commands(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[3] / "docs" / "how_to" / "diagnose.md").read_text(encoding="utf-8")
+    shown = page.partition("<!-- output: begin -->\n```text\n")[2].partition("\n\n…\n")[0]
+    monkeypatch.chdir(tmp_path)
+    for step in range(1, 13):
+        cause = "stale_engine" if step >= 7 else None
+        write_step(Path("results/stale"), planted_step(0, step, cause, 0.1, steps_since_onset=step - 6))
+    assert main(["diagnose", "results/stale", "--full"]) == 3
+    printed = capsys.readouterr().out
+    assert len(shown.split()) > 500
+    assert " ".join(printed.split()).startswith(" ".join(shown.split()))
