@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,13 @@ from pathlib import Path
 
 from tests.mutation.score import EQUIVALENTS, Mutant, Score, read_equivalents, read_rooms
 
+SLOW_TESTS = "MUTATION_SLOW_TESTS"
+"""As in :mod:`tests.mutation.threaded_ranks`, which imports torch."""
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / "build" / "mutation"
 _COPIED = ("nemo_geomask", "tests", "recipes", "docs", "pyproject.toml", "README.md", "LICENSE")
+# The empty expression takes the place of pyproject.toml's, which leaves out slow tests; the plugin chooses among them.
+_PYTEST_ARGUMENTS = ["-m", "", "-p", "tests.mutation.threaded_ranks", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
 
 def copy_repository(room: str, settings: dict[str, list[str]]) -> Path:
@@ -39,7 +44,7 @@ def copy_repository(room: str, settings: dict[str, list[str]]) -> Path:
         f"only_mutate = {json.dumps(settings['sources'])}",
         f"also_copy = {json.dumps(also)}",
         f"pytest_add_cli_args_test_selection = {json.dumps(settings['tests'])}",
-        'pytest_add_cli_args = ["-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist"]',
+        f"pytest_add_cli_args = {json.dumps(_PYTEST_ARGUMENTS)}",
         "track_dependencies = false",
         "use_git_change_detection = false",
         "use_setproctitle = false",
@@ -54,13 +59,21 @@ def test_room(room: str, sample: int, seed: int) -> Score:
 
     Raises: SystemExit: mutmut itself failed, such as for a test that fails without any mutation.
     """
-    folder = copy_repository(room, read_rooms()[room])
+    settings = read_rooms()[room]
+    folder = copy_repository(room, settings)
     script = Path(__file__).with_name("mutmut_room.py")
     result = folder / "result.json"
     command = [sys.executable, str(script), str(result), str(sample), str(seed)]
     log = folder / "mutmut.log"
     with log.open("w", encoding="utf-8") as output:
-        status = subprocess.run(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+        status = subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, SLOW_TESTS: ",".join(settings.get("slow_tests", []))},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        ).returncode
     if status or not result.exists():
         raise SystemExit(f"mutmut ended with status {status} on {room}; its output is in {log}")
     outcome = json.loads(result.read_text(encoding="utf-8"))
