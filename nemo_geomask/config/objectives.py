@@ -211,8 +211,8 @@ DPPO = Objective(
     refuses=_REFUSED_BY_TOKEN_RATIO,
     options=DppoOptions,
     source=(
-        "DPPO, arXiv:2602.04879; its authors' code (sail-sg/Stable-RL), cap 10; `delta: null` is 0.15 for `tv` and 0.05 "
-        "for `kl`, as in verl's examples"
+        "DPPO, arXiv:2602.04879; its authors' code (sail-sg/Stable-RL), cap 10; `delta: null` is 0.15 for `tv` and "
+        "0.05 for `kl`, as in verl's examples"
     ),
     parts=(
         Part(
