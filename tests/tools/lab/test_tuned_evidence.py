@@ -464,6 +464,56 @@ def test_what_the_pages_say_of_stale_samples():
     assert sum(len(by_seed) for by_rate in found.grid.values() for by_seed in by_rate.values()) == 200
 
 
+def rewards_by_bound(name):
+    """Mean reward of the sensitivity stage by mask and bound, the published bounds, and that without a correction."""
+    plan = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")[name]
+    rewards = {}
+    for run in load_tuned_runs(ROOT / "docs" / "evidence" / "tuned" / f"{name}.parquet"):
+        if run.seed in plan.search_seeds and run.cell.learning_rate == plan.search_rate:
+            rewards.setdefault((run.cell.variant, run.cell.bound), []).append(run.reward)
+    means = {
+        mask: {bound: fmean(rewards[mask, bound]) for bound in variant.bounds}
+        for mask, variant in plan.sensitivity.items()
+    }
+    assert all(len(rewards[mask, bound]) == 5 for mask, by_bound in means.items() for bound in by_bound)
+    without = max(fmean(values) for (variant, _), values in rewards.items() if variant == plan.baseline)
+    return means, {mask: variant.published for mask, variant in plan.sensitivity.items()}, without
+
+
+def test_what_the_page_of_masks_says_of_their_bounds():
+    means, published, without = rewards_by_bound("step_size")
+    best = {mask: max(by_bound, key=by_bound.get) for mask, by_bound in means.items()}
+    at_best = [means[mask][bound] for mask, bound in best.items()]
+    at_published = [means[mask][bound] for mask, bound in published.items()]
+    assert (round(min(at_best), 2), round(max(at_best), 2)) == (0.64, 0.70)
+    assert (round(min(at_published), 2), round(max(at_published), 2)) == (0.48, 0.61)
+    factors = [float(published[mask]) / float(bound) for mask, bound in best.items()]
+    assert 3 < min(factors) < max(factors) < 101
+    gains = {(mask, bound): reward - without for mask, rewards in means.items() for bound, reward in rewards.items()}
+    assert {cell for cell, gain in gains.items() if gain < 0} == {("OPSM", "1.5"), ("vaco", "0.5")}
+    assert min(gain for gain in gains.values() if gain > 0) > 0.05
+    too_narrow = [
+        means[mask][best[mask]] - reward
+        for mask, rewards in means.items()
+        for bound, reward in rewards.items()
+        if float(bound) < float(best[mask])
+    ]
+    assert max(too_narrow) < 0.085
+
+    means, published, without = rewards_by_bound("stale")
+    assert len(means) == 12
+    assert max(max(by_bound.values()) for by_bound in means.values()) - without < 0.0455
+    text = " ".join((ROOT / "docs" / "reference" / "masks.md").read_text(encoding="utf-8").split())
+    for mask, words in {
+        "geometric": "`geometric` from 0.99 to 1.01 ({:.3f})",
+        "trust_region": "`trust_region` at 0.01 ({:.3f})",
+        "product": "`product` from 0.5 to 2 ({:.3f})",
+        "vaco": "`vaco` at 0.2 ({:.3f})",
+    }.items():
+        assert words.format(means[mask][published[mask]]) in text
+    assert all(reward < without for reward in means["sequence weight"].values())
+
+
 def test_what_the_pages_say_of_samples_eight_updates_old():
     found, page, readme = published("lag_8")
     primary = found.primary
