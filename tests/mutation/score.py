@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +28,37 @@ class Equivalent(NamedTuple):
     reason: str
 
 
-def read_equivalents() -> list[Equivalent]:
-    """Return the changes that are known to be equivalent."""
-    entries = tomllib.loads(EQUIVALENTS.read_text(encoding="utf-8")).get("equivalent", [])
-    return [Equivalent(**entry) for entry in entries]
+class Elsewhere(NamedTuple):
+    """A function whose code runs only where mutation testing does not, as on a GPU or when a process is lost."""
+
+    file: str
+    function: str
+    reason: str
+
+
+class Argument(NamedTuple):
+    """A keyword argument that changes no result on a CPU, or only turns a mistake of our own into an error."""
+
+    name: str
+    reason: str
+
+
+class Exempt(NamedTuple):
+    """The changes that need not be noticed."""
+
+    changes: list[Equivalent]
+    functions: list[Elsewhere]
+    arguments: list[Argument]
+
+
+def read_equivalents() -> Exempt:
+    """Return the changes that are known to be equivalent, or that nothing here can notice."""
+    entries = tomllib.loads(EQUIVALENTS.read_text(encoding="utf-8"))
+    return Exempt(
+        [Equivalent(**entry) for entry in entries.get("equivalent", [])],
+        [Elsewhere(**entry) for entry in entries.get("elsewhere", [])],
+        [Argument(**entry) for entry in entries.get("argument", [])],
+    )
 
 
 @dataclass(frozen=True)
@@ -48,9 +76,23 @@ class Mutant:
         lines = [line for line in self.diff.splitlines() if not line.startswith(("---", "+++", "@@"))]
         return tuple(" ".join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+")
 
-    def is_equivalent(self, equivalents: list[Equivalent]) -> bool:
-        """Return True if the change is a listed one of the same file."""
-        return (self.file, *self.change) in {entry[:3] for entry in equivalents}
+    def is_equivalent(self, exempt: Exempt) -> bool:
+        """Return True if the change is a listed one of the same file, in a listed function, or of a listed argument."""
+        if (self.file, *self.change) in {entry[:3] for entry in exempt.changes}:
+            return True
+        mangled = self.name.rpartition("__mutmut_")[0].rpartition(".")[2]  # x_function, or xǁClassǁmethod
+        function = mangled.removeprefix("x_").removeprefix("xǁ").replace("ǁ", ".")
+        if (self.file, function) in {entry[:2] for entry in exempt.functions}:
+            return True
+        was, becomes = (_without_arguments(text, [entry.name for entry in exempt.arguments]) for text in self.change)
+        return was == becomes
+
+
+def _without_arguments(text: str, names: list[str]) -> str:
+    """Return a line of code without some keyword arguments, and without the commas before them."""
+    value = r"[^(),=]+(?:\([^()]*\))?"
+    text = re.sub(rf",?\s*\b(?:{'|'.join(names)})={value}(?=[,)])", "", text)
+    return re.sub(r",?\s+\)", ")", text)
 
 
 @dataclass(frozen=True)
@@ -61,7 +103,7 @@ class Score:
     population: int
     outcomes: list[Mutant]
 
-    def survivors(self, equivalents: list[Equivalent]) -> list[Mutant]:
+    def survivors(self, equivalents: Exempt) -> list[Mutant]:
         """Return the mutants that no test noticed, without the equivalent ones."""
         return [
             mutant
@@ -69,7 +111,7 @@ class Score:
             if mutant.status not in DETECTED and not mutant.is_equivalent(equivalents)
         ]
 
-    def summary(self, equivalents: list[Equivalent]) -> str:
+    def summary(self, equivalents: Exempt) -> str:
         """Return one line: how many of the mutants that are not equivalent were noticed."""
         detected = sum(mutant.status in DETECTED for mutant in self.outcomes)
         judged = detected + len(self.survivors(equivalents))

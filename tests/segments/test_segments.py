@@ -10,6 +10,7 @@ import torch
 from nemo_geomask.errors import ArgumentError, RanksDisagreeError, ShapeError
 from nemo_geomask.parallel.local_processes import run_ranks
 from nemo_geomask.segments import PackedSegments, PaddedSegments
+from nemo_geomask.segments.rank_comparison import checksum
 from tests.helpers.shares import shares
 
 OFFSETS = [0, 8, 8, 40, 48, 80]  # an empty sequence among them; 80 tokens
@@ -178,6 +179,30 @@ def test_quantiles_are_exact():
     torch.testing.assert_close(found, _of_each(values, counted, offsets), rtol=1e-14, atol=0)
     rows = _quantiles(PaddedSegments(), values.view(2, 540), counted.view(2, 540))
     torch.testing.assert_close(rows, _of_each(values, counted, [0, 540, 1080]), rtol=1e-14, atol=0)
+
+
+def test_a_quantile_between_equal_values_is_that_value():
+    values = torch.tensor([1.0, 1.0, 2.0, -0.0, 0.0, 3.0, 3.0, 3.0])
+    counted = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
+    for segments in (PackedSegments([0, 3, 8]), PaddedSegments()):
+        rows = (values, counted) if isinstance(segments, PackedSegments) else (values.view(2, 4), counted.view(2, 4))
+        offsets = [0, 3, 8] if isinstance(segments, PackedSegments) else [0, 4, 8]
+        found = _quantiles(segments, *rows)
+        torch.testing.assert_close(found, _of_each(values, counted, offsets), rtol=1e-14, atol=0)
+
+
+def test_negative_zero_is_a_value_as_zero():
+    values = torch.tensor([-0.0, 0.0, 1.0, 2.0])
+    found = _quantiles(PackedSegments([0, 4]), values, torch.ones(4))
+    torch.testing.assert_close(found, _of_each(values, torch.ones(4), [0, 4]), rtol=1e-14, atol=0)
+
+
+def test_a_checksum_notices_order_and_changes_that_cancel():
+    values = torch.tensor([5, 7, 7, 1], dtype=torch.int64)
+    others = [[7, 5, 7, 1], [6, 6, 7, 1], [5, 7, 7, 2], [5 - 2**63, 7, 7, 1], [5, 7 - 2**63, 7, 1]]
+    sums = {int(checksum(torch.tensor(other, dtype=torch.int64))) for other in others}
+    assert int(checksum(values)) not in sums
+    assert checksum(values).shape == (1,)
 
 
 def test_rows_of_no_tokens_have_no_prefixes():
