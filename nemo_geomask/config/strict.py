@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
 import re
@@ -70,6 +71,11 @@ def inline_yaml(value: Any) -> str:
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate most similar to ``name``, ignoring case and dashes; None if none is similar."""
+    return _nearest(name, tuple(candidates))
+
+
+@functools.lru_cache(maxsize=4096)
+def _nearest(name: str, candidates: tuple[str, ...]) -> str | None:
     by_normalized = {_normalize_name(candidate): candidate for candidate in candidates}
     normalized = _normalize_name(name)
     matches = difflib.get_close_matches(normalized, by_normalized, n=3, cutoff=0.6)

@@ -55,7 +55,7 @@ class InputLimits:
         line_bytes: size of a line of a log, such as ``train_data_step{N}.jsonl``.
         line_containers: objects and lists in a line.
         metrics_bytes: size of a file of logged metrics.
-        metric_values: numbers in it.
+        metric_values: numbers in it, a line counted as four more.
         record_bytes: size of a record file, of the flight recorder.
         footer_bytes: size of the metadata at its end.
         record_tokens: sequences, or tokens, that it claims to hold.
@@ -75,7 +75,7 @@ class InputLimits:
     line_bytes: int = 2**26
     line_containers: int = 100_000
     metrics_bytes: int = 2**27
-    metric_values: int = 1_000_000
+    metric_values: int = 4_000_000
     record_bytes: int = 2**31
     footer_bytes: int = 2**21
     record_tokens: int = 2**26

@@ -33,7 +33,9 @@ MetricSeries = dict[str, dict[int, float]]
 _EVENT_FILES = "events*tfevents*"
 _MAX_STEP = 2**63
 _MIN_STEPS = 10
-"""Steps below which a mean beyond a limit is not called healthy, however much the values vary."""
+"""A mean of fewer values than this that is beyond a limit is never called healthy."""
+_LINE_COST = 4
+"""Numbers that take as long to read as what a line of JSON takes beside its numbers."""
 _LIMITS = {name: limit for limit in HEALTH_LIMITS for name in limit.logged}
 """Health limit of each metric that has one."""
 
@@ -114,7 +116,7 @@ def _read_jsonl(path: Path) -> _Entries:
             ]
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise DataError(f"{path}:{number}: not an object with a step: {str(error)[:200]}") from None
-        _check_count(len(entries), f"{path}:{number}")
+        _check_count(len(entries) + _LINE_COST * number, f"{path}:{number}")
     return entries
 
 
@@ -142,7 +144,7 @@ def _read_table(path: Path) -> _Entries:
         if not arrow.types.is_integer(schema.field("step").type):
             raise ValueError(f"its steps are of type {schema.field('step').type}")
         names = [field.name for field in schema if arrow.types.is_floating(field.type)]
-        _check_count(file.metadata.num_rows * len(names), path)
+        _check_count(file.metadata.num_rows * (1 + len(names)), path)
         table = file.read(columns=["step", *names])
         if table["step"].null_count:
             raise ValueError("it has rows without a step")
@@ -171,7 +173,7 @@ def _read_events(path: Path) -> _Entries:
     try:
         events = module.EventAccumulator(str(path), size_guidance={"scalars": 0})
         events.Reload()
-        return [
+        entries = [
             (int(event.step), str(name), float(event.value))
             for name in events.Tags()["scalars"]
             for event in events.Scalars(name)
@@ -180,6 +182,8 @@ def _read_events(path: Path) -> _Entries:
         raise DataError(
             f"{path}: not an event file of TensorBoard: {type(error).__name__}: {str(error)[:200]}"
         ) from None
+    _check_count(len(entries), path)
+    return entries
 
 
 class _MetricVerdict(NamedTuple):
@@ -259,6 +263,9 @@ def _judge_metric(name: str, by_step: Mapping[int, float]) -> _MetricVerdict:
     lower_bound = mean - 2 * deviation / math.sqrt(len(values))
     is_drifting = lower_bound > limit.drifting or since is not None
     health: Health = "broken" if lower_bound > limit.broken else "drifting" if is_drifting else "healthy"
-    is_unsure = health == "healthy" and mean > limit.drifting and len(values) < _MIN_STEPS
-    unknown = f"{name} is {mean:.4g} over {len(values)} steps, which vary too much to judge" if is_unsure else ""
+    unknown = ""
+    if math.isnan(mean):
+        unknown = f"the mean of {name} is NaN"
+    elif health == "healthy" and mean > limit.drifting and len(values) < _MIN_STEPS:
+        unknown = f"{name} is {mean:.4g} over {len(values)} steps, which vary too much to judge"
     return _MetricVerdict(health, since, mean, unknown)

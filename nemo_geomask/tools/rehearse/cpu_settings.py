@@ -49,15 +49,18 @@ def cpu_changes(
         "policy.generation.vllm_cfg.enable_vllm_metrics_logger": (False, "would start another process"),
     }
     generation_precision = str(facts.get(_GENERATION_PRECISION))
-    if generation_precision in ("bfloat16", "float32"):
-        # Written out, because most recipes interpolate the trainer's precision, which the rehearsal may change.
-        settings[_GENERATION_PRECISION] = (generation_precision, "")
-    elif not keeps_fp8_cache(facts, has_fp8_cache):
-        settings[_GENERATION_PRECISION] = ("bfloat16", "vLLM's CPU kernels support no other")
-    else:
+    keeps_cache = keeps_fp8_cache(facts, has_fp8_cache)
+    if keeps_cache:
         # With fp8 weights alone NeMo-RL reads the cache's dtype. Every layer's name contains this empty word.
         settings["policy.generation.vllm_cfg.quantization_ignored_layer_kws"] = ([""], "")
-    if facts.get(_CACHE_DTYPE, "auto") != "auto" and not keeps_fp8_cache(facts, has_fp8_cache):
+        if facts.is_true("policy.generation.vllm_cfg.is_mx"):
+            settings["policy.generation.vllm_cfg.is_mx"] = (False, "quantised CUDA kernels")
+    elif generation_precision in ("bfloat16", "float32"):
+        # Written out, because most recipes interpolate the trainer's precision, which the rehearsal may change.
+        settings[_GENERATION_PRECISION] = (generation_precision, "")
+    else:
+        settings[_GENERATION_PRECISION] = ("bfloat16", "vLLM's CPU kernels support no other")
+    if not keeps_cache and facts.get(_CACHE_DTYPE, "auto") != "auto":
         settings[_CACHE_DTYPE] = ("auto", "vLLM's kernels for this processor support no other")
     if is_recurrent:
         # NeMo-RL turns it on by default on GPUs of compute capability 8 or higher, which the shim of CUDA reports.

@@ -160,7 +160,7 @@ def _planned(
         ranks=ranks,
         gpus=gpus,
         has_automodel=has_automodel(checkout),
-        has_fp8_cache=has_fp8_cache(),
+        has_fp8_cache=has_fp8_cache(facts),
         record=False,
     )
     return facts, planned

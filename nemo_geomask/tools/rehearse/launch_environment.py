@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import nemo_geomask
 from nemo_geomask.recipe import ROOT_VARIABLE
+from nemo_geomask.tools.check import RecipeFacts
 from nemo_geomask.tools.rehearse.cpu_shims.nemo_rl_shim import IDENTITY
 from nemo_geomask.tools.rehearse.plan import Plan
 
@@ -122,9 +124,10 @@ def has_automodel(checkout: Path) -> bool:
     return importlib.util.find_spec("nemo_automodel") is not None or _is_fetched(_automodel_folder(checkout))
 
 
-def has_fp8_cache() -> bool:
-    """Return True if vLLM has kernels for an fp8 KV cache on this processor (cpu_attn.py of vLLM 0.27.1)."""
-    if importlib.util.find_spec("torch") is None:
+def has_fp8_cache(facts: RecipeFacts) -> bool:
+    """Return True if the recipe has an fp8 KV cache, and vLLM kernels for it here (cpu_attn.py of vLLM 0.27.1)."""
+    cache_dtype = str(facts.get("policy.generation.vllm_cfg.kv_cache_dtype", "auto"))
+    if not cache_dtype.startswith("fp8") or importlib.util.find_spec("torch") is None:
         return False
     return bool(importlib.import_module("torch").backends.cpu.get_cpu_capability().startswith("AVX512"))
 

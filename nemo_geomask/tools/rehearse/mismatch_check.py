@@ -55,8 +55,8 @@ HEALTHY: Mapping[tuple[str, bool], HealthyLimits] = {
     ("float32", True): HealthyLimits(noise=1e-4, far=0.02),
     # An fp8 KV cache beside weights in bfloat16, with Megatron, one rehearsal each: Qwen3 0.12 and 0.026, Qwen3 MoE
     # 0.16 and 0.11. So a top-p of 0.8 in the sampler alone may stay unnoticed beside such a cache.
-    ("fp8", False): HealthyLimits(noise=0.3, far=0.1),
-    ("fp8", True): HealthyLimits(noise=0.4, far=0.25),
+    ("fp8 cache", False): HealthyLimits(noise=0.3, far=0.1),
+    ("fp8 cache", True): HealthyLimits(noise=0.4, far=0.25),
 }
 """Limits by precision and kind of model: two to three times the largest noise measured in bfloat16, more in float32.
 
@@ -162,7 +162,9 @@ class Mismatch:
         )
 
 
-def healthy_limits(trainer: str, sampler: str, *, experts: bool, temperature: float = 1.0) -> HealthyLimits:
+def healthy_limits(
+    trainer: str, sampler: str, *, experts: bool, temperature: float = 1.0, fp8_cache: bool = False
+) -> HealthyLimits:
     """Return the limits for a trainer's and a sampler's precision.
 
     Args:
@@ -171,10 +173,10 @@ def healthy_limits(trainer: str, sampler: str, *, experts: bool, temperature: fl
         experts: True for a mixture of experts.
         temperature: ``policy.generation.temperature``. Both engines divide their logits by it, and the noise on the
             logits with them. The limits were measured at 1, so they are divided, too, unless it is no temperature.
+        fp8_cache: True if the sampler has an fp8 KV cache beside weights in bfloat16.
     """
-    precisions = {trainer, sampler}
-    lower = "fp8" if "fp8" in precisions else "float32" if precisions == {"float32"} else "bfloat16"
-    limits = HEALTHY[lower, experts]
+    both_exact = trainer == sampler == "float32"
+    limits = HEALTHY["fp8 cache" if fp8_cache else "float32" if both_exact else "bfloat16", experts]
     if temperature <= 0:
         return limits
     return replace(limits, noise=limits.noise / temperature, far_noise=limits.far_noise / temperature)

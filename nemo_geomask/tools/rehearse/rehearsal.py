@@ -268,7 +268,7 @@ def _make_plan(facts: RecipeFacts, folder: Path, settings: _RunSettings) -> Plan
         own_environment=settings.own_environment,
         gpus=settings.gpus,
         has_automodel=has_automodel(settings.checkout),
-        has_fp8_cache=has_fp8_cache(),
+        has_fp8_cache=has_fp8_cache(facts),
         resume=settings.resume,
         validate=settings.validate,
         record=has_arrow(),
@@ -365,7 +365,10 @@ def _judge(
             for key in ("policy.precision", "policy.generation.vllm_cfg.precision")
         )
         experts = has_experts(folder / "model")
-        limits = healthy_limits(trainer, sampler, experts=experts, temperature=facts.temperature)
+        only_cache = (
+            "policy.generation.vllm_cfg.quantization_ignored_layer_kws" in changed
+        )  # set for an fp8 cache alone
+        limits = healthy_limits(trainer, sampler, experts=experts, temperature=facts.temperature, fp8_cache=only_cache)
         mismatch = check_mismatch(source, limits, is_filtered=facts.filter_key is not None)
     evidence = RunEvidence(
         events=list(read_events(folder / "events.jsonl")),

@@ -33,7 +33,7 @@ class ExpansionBudget:
             raise self._error("nodes", "there are more than {} words, each variable replaced")
 
     def add_items(self, count: int) -> None:
-        """Count what the values of settings may hold, by the commas in them."""
+        """Count items of values; of text that is read as YAML, its commas and line breaks."""
         self._items += count
         if self._items > self.limits.nodes:
             raise self._error("nodes", "the values of settings hold more than {} items")

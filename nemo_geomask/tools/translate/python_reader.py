@@ -70,11 +70,13 @@ def _runs_in(tree: ast.Module, constructors: Sequence[str], budget: ExpansionBud
         for node, names in calls
         if set(names) & {*constructors}
     ]
+    parsed: dict[str, None] = {}  # in order; the settings of a class are those of the file, however often it is parsed
     for node, names in calls:
         if names[-1:] and names[-1] in _PARSERS:
-            parsed = [name.id for name in ast.walk(node) if isinstance(name, ast.Name) and name.id in constructors]
-            if parsed:
-                runs.append(_parsed_from_command_line(tree, nodes, parsed[0], budget))
+            arguments = (name.id for name in ast.walk(node) if isinstance(name, ast.Name) and name.id in constructors)
+            if (constructor := next(arguments, None)) is not None:
+                parsed[constructor] = None
+    runs += [_parsed_from_command_line(tree, nodes, constructor, budget) for constructor in parsed]
     if runs:
         return runs
     entries = (entry for node in nodes for entry in _dict_entries(node) or ())
@@ -147,7 +149,7 @@ def _dict_entries(node: ast.AST) -> list[tuple[str, ast.expr]] | None:
     if isinstance(node, ast.Dict):
         pairs = zip(node.keys, node.values, strict=True)
         return [(str(key.value), value) for key, value in pairs if isinstance(key, ast.Constant)]
-    if isinstance(node, ast.Call) and _dotted_name(node.func) == ["dict"]:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict":
         return [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg is not None]
     return None
 
@@ -157,6 +159,8 @@ def _literal(value: ast.expr, budget: ExpansionBudget) -> Any:
     entries = _dict_entries(value)
     if entries is not None:
         return {name: _literal(inner, budget) for name, inner in entries}
+    for _ in ast.walk(value):
+        budget.add_items(1)  # a literal may hold others that are read, too
     try:
         return ast.literal_eval(value)
     except (ValueError, TypeError):  # the second for a list in a set, or as a key

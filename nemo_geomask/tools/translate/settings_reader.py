@@ -59,8 +59,8 @@ def read_runs(path: Path, constructors: tuple[str, ...]) -> list[ProgramRun]:
     except (RecursionError, MemoryError):  # Python's parser raises the second for code that is nested too deeply
         raise limit_error("nesting", path, limits) from None
     except (ValueError, SyntaxError) as error:
-        if "integer string conversion" in str(error):  # Python's own limit, 4300 digits
-            raise limit_error("number_digits", path, limits) from None
+        if "integer string conversion" in str(error):
+            raise ConfigError(f"{path}: an integer has more than 4,300 digits, which Python does not read") from None
         raise ConfigError(f"{path}: can't be read: {' '.join(str(error).split())}") from None
 
 

@@ -90,6 +90,7 @@ class _Script:
         self.runs: list[ProgramRun] = []
         self.unread: list[str] = []
         self.used_arrays: set[str] = set()
+        self._places = [] if folder is None else _places_to_source_from(folder.resolve())
 
     def add_unused_arrays(self) -> None:
         """Add a run for each unused array, which a script that sources this one may use."""
@@ -124,7 +125,7 @@ class _Script:
             self._source(words[1])
         elif words:
             words = self._expanded(words)
-            self.budget.add_items(sum(word.count(",") for word in words))
+            self.budget.add_items(sum(word.count(",") + word.count("\n") for word in words))
             self._add_run(words)
 
     def _assign_array(self, name: str, items: list[ScriptWord], is_conditional: bool) -> None:
@@ -169,30 +170,24 @@ class _Script:
     def _source(self, word: str) -> None:
         """Read a file that the script sources, if it lies where the script says, relative to the script's folder.
 
-        It has to lie in the script's checkout, or in the current folder: what is elsewhere, such as a file of secrets
-        or ``/proc/self/environ``, is not the script author's to have read.
+        It has to lie where :func:`_places_to_source_from` says: what is elsewhere, such as a file of secrets or
+        ``/proc/self/environ``, is not the script author's to have read.
         """
         tail = re.sub(r"^\$\{?\w+\}?/", "", word)
         if self.folder is not None and UNRESOLVED not in tail and not tail.startswith("/"):
             path = self.folder / tail
+            self.budget.add_file()
             try:
-                text = None if path in self.open_files or not self._may_source(path) else read_text(path)
+                may_read = path not in self.open_files and any(map(path.resolve().is_relative_to, self._places))
+                text = read_text(path) if may_read else None
             except (OSError, RuntimeError, UnicodeDecodeError, InputLimitError):  # the second: a loop of links
                 text = None
             if text is not None:
-                self.budget.add_file()
                 self.open_files.append(path)
                 self.run(text)
                 self.open_files.pop()
                 return
         self.unread.append(f"source {word}")
-
-    def _may_source(self, path: Path) -> bool:
-        if self.folder is None:
-            return False
-        folder = self.folder.resolve()
-        checkout = next((parent for parent in (folder, *folder.parents) if (parent / ".git").exists()), folder)
-        return any(path.resolve().is_relative_to(place) for place in (checkout, Path.cwd()))
 
     def _substitute(self, word: str) -> str:
         for _ in range(_SUBSTITUTION_DEPTH):
@@ -264,6 +259,21 @@ class _Script:
             for name, value in settings.items()
         }
         self.runs.append(ProgramRun(program, settings, (*self.unread, *unread), passes_arguments))
+
+
+def _places_to_source_from(folder: Path) -> list[Path]:
+    """Return the folders whose files a script in ``folder`` may have read.
+
+    They are the outermost checkout that the script lies in, or its folder, and the current folder if the script lies in
+    it; never the root of the file system or the user's home.
+    """
+    private = {Path(folder.anchor), Path.home()}
+    checkouts = [parent for parent in (folder, *folder.parents) if (parent / ".git").exists() and parent not in private]
+    places = [checkouts[-1] if checkouts else folder]
+    current = Path.cwd()
+    if folder.is_relative_to(current) and current not in private:
+        places.append(current)
+    return places
 
 
 # Keywords before a command, each with its change of the depth of branches.

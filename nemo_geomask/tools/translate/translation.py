@@ -133,7 +133,9 @@ def _errors_name(paths: Sequence[Path]) -> Iterator[None]:
         yield
     except ConfigError as error:
         problems = [
-            problem if problem.where or names in problem.message else replace(problem, where=names)
+            problem
+            if problem.where or any(str(path) in problem.message for path in paths)
+            else replace(problem, where=names)
             for problem in error.problems
         ]
         raise type(error)(*problems) from error

@@ -86,9 +86,9 @@ def test_objects_of_this_package_need_no_import_of_others(plugin, capsys, tmp_pa
 )
 def test_a_plugin_can_not_end_a_command_in_silence(tmp_path, monkeypatch, capsys, code):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "hostile_plugin", raising=False)
     (tmp_path / "hostile_plugin.py").write_text(code)
     (tmp_path / "recipe.yaml").write_text("grpo: {}\nloss_fn: {name: 'hostile_plugin:X'}\n")
     assert main(["check", "recipe.yaml"]) in (1, 2)
     printed = capsys.readouterr()
     assert "could not be imported" in printed.out + printed.err
-    sys.modules.pop("hostile_plugin", None)

@@ -161,3 +161,18 @@ def test_a_run_without_records_is_judged_by_its_metrics(tmp_path, capsys):
     assert (output["run"], output["health"]) == (str(folder), "drifting")
     assert main(["diagnose", str(folder), "--html", str(tmp_path / "x.html")]) == 2
     assert "none of these folders has any" in capsys.readouterr().err
+
+
+def test_a_mean_that_is_no_number_is_not_healthy():
+    values = {step: 1.7e308 if step % 4 in (1, 2) else -1.7e308 for step in range(1, 25)}
+    with pytest.raises(DataError, match="the mean of gen_kl_error is NaN"):
+        judge_logged({"gen_kl_error": values})
+
+
+def test_a_long_run_of_many_metrics_is_read(tmp_path):
+    names = [f"metric_{index}" for index in range(150)]
+    folder = write_metrics(
+        tmp_path / "run",
+        ({"step": step, "gen_kl_error": 1e-3, **dict.fromkeys(names, 0.5)} for step in range(1, 7001)),
+    )
+    assert len(read_logged(folder)["gen_kl_error"]) == 7000

@@ -78,9 +78,10 @@ def test_float32_limits_hold_only_where_both_engines_are_exact():
 
 
 def test_an_fp8_cache_has_limits_of_its_own(tmp_path):
-    cache = healthy_limits("float32", "fp8", experts=False)
+    cache = healthy_limits("float32", "fp8", experts=False, fp8_cache=True)
     assert diagnosed(tmp_path, limits=cache, noise=0.12).cause == ""
     assert "larger mismatch" in diagnosed(tmp_path, limits=cache, noise=0.5).cause
+    assert healthy_limits("bfloat16", "fp8", experts=False) == DENSE  # fp8 weights, on a GPU: not measured
 
 
 def test_noise_on_the_logits_is_divided_by_the_temperature(tmp_path):

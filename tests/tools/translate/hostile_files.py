@@ -91,6 +91,15 @@ OVER_A_LIMIT: dict[str, tuple[File, str]] = {
         ("f.sh", "if x; then\n" + "A+=abcdefghijklmnopqrstuvwxyz\n" * 9000 + "fi"),
         "total_characters",
     ),
+    "Python, literals within literals": (
+        ("f.py", "x = " + "".join(f"{{'a{i}': [" for i in range(40)) + "1," * 300_000 + "]}" * 40),
+        "nodes",
+    ),
+    "shell, a long list of lines used often": (
+        ("f.sh", f"A='{chr(10).join(['- 1'] * 5000)}'\nrun " + " ".join(f'a{i}="$A"' for i in range(50))),
+        "nodes",
+    ),
+    "shell, 10,000 files sourced that are not there": (("f.sh", "source x\n" * 10_000), "files"),
     "shell, a long list used often": (
         ("f.sh", f"A=[{'1,' * 9000}1]\nrun " + " ".join(f"a{i}=$A" for i in range(200))),
         "nodes",
@@ -106,7 +115,7 @@ OVER_A_LIMIT: dict[str, tuple[File, str]] = {
     "Python, minus signs": (("f.py", "GRPOConfig(beta=" + "-" * 200_000 + "1)"), "nesting"),
     "Python, a chain of attributes": (("f.py", "a" + ".b" * 200_000 + "(GRPOConfig(beta=1))"), "nesting"),
     "Python, a number of 90,000 hexadecimal digits": (("f.py", f"GRPOConfig(beta=0x{'f' * 90_000})"), "number_digits"),
-    "Python, a number of 4,400 digits": (("f.py", f"GRPOConfig(beta={'9' * 4400})"), "number_digits"),
+    "Python, a number of 4,400 digits": (("f.py", f"GRPOConfig(beta={'9' * 4400})"), "more than 4,300 digits"),
     "Python, expressions within each other": (
         ("f.py", "x = " + "dict(a=f(" * 60 + f"'{'x' * 100_000}'" + "))" * 60),
         "total_characters",
@@ -166,6 +175,10 @@ MALFORMED: dict[str, File] = {
 """Files without settings that can be read: exit status 2."""
 
 STRANGE: dict[str, File] = {
+    "Python, a parser called 10,000 times": (
+        "f.py",
+        '"""\npython x.py --beta 0.1\n"""\n' + "TrlParser(GRPOConfig)\n" * 10_000,
+    ),
     "Python, a list in a set": ("f.py", "GRPOConfig(beta={[1]}, epsilon={[]: 2})"),
     "Python, calls of a call": (
         "f.py",
