@@ -121,3 +121,20 @@ def test_the_nll_of_a_microbatch_weights_samples_by_their_mask():
     config = {**NO_KL, "positive_example_nll_weight": 0.3, "positive_example_nll_normalization": "microbatch"}
     result = batches.evaluate(config, batch)
     assert result.metrics["positive_nll_loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_mean"])
+def test_a_weight_whose_bounds_are_both_1_is_none(level):
+    """NeMo-RL's asynchronous loops require a weight; these bounds take its effect away, bit for bit."""
+    batch = rollouts(3)
+    masks = {"masks": [{"preset": "dppo_tv", "delta": 0.1}], **NO_KL}
+    weight = {
+        "use_importance_sampling_correction": True,
+        "is_correction_level": level,
+        "truncated_importance_sampling_type": "tis",
+        "truncated_importance_sampling_ratio": 1.0,
+        "truncated_importance_sampling_ratio_min": 1.0,
+    }
+    weighted, without = batches.evaluate({**masks, **weight}, batch), batches.evaluate(masks, batch)
+    assert torch.equal(weighted.loss, without.loss)
+    assert torch.equal(weighted.grad, without.grad)

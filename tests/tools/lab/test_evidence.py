@@ -77,9 +77,8 @@ def test_a_table_of_what_was_searched():
 def test_all_published_runs_are_whole_and_on_the_seeds_that_the_page_says():
     for name, curves in DATA.items():
         labels = {curve.label for curve in curves}
-        seeds = (
-            range(101, 111) if name in ("stale", "lag4", "quantized") else [1] if name == "demo" else range(101, 106)
-        )
+        ten = {"weight_and_mask": 401, **dict.fromkeys(("stale", "lag4", "quantized"), 101)}
+        seeds = range(ten[name], ten[name] + 10) if name in ten else [1] if name == "demo" else range(101, 106)
         assert sorted((curve.label, curve.seed) for curve in curves) == sorted(
             (label, seed) for label in labels for seed in seeds
         )
@@ -396,3 +395,42 @@ def test_parts_are_compared_at_equal_probability_and_without_a_token(tmp_path):
         assert part.series("geomask/mismatch_abs")[0] == pytest.approx(expected, rel=1e-5)
         share = sum(count for key, count in counts.items() if key[0] == turn) / sum(counts.values())
         assert part.series("tokens")[0] == pytest.approx(share)
+
+
+def test_what_the_pages_say_of_the_weight_beside_the_mask():
+    names = {
+        "weight": "token weight, learning rate 5e-4",
+        "both": "token weight and DPPO's mask, 2e-3",
+        "mask": "DPPO's mask alone, 1e-3",
+        "none": "none, 5e-4",
+    }
+    runs = by_label("weight_and_mask")
+    rewards = {
+        key: {seed: mean(run.series("reward")[-10:]) for seed, run in runs[name].items()} for key, name in names.items()
+    }
+    assert all(sorted(by_seed) == list(range(401, 411)) for by_seed in rewards.values())
+
+    def said(first, second):
+        differences = [rewards[first][seed] - rewards[second][seed] for seed in rewards[first]]
+        low, high = mean_interval(differences)
+        words = f"{mean(differences):.3f} ({low:.3f} to {high:.3f})"
+        return words, sum(difference > 0 for difference in differences)
+
+    page, evidence, readme = (
+        " ".join((Path(__file__).parents[3] / name).read_text(encoding="utf-8").split())
+        for name in ("docs/reference/untuned_runs.md", "docs/background/evidence.md", "README.md")
+    )
+    added, times = said("both", "weight")
+    assert times == 8
+    assert f"it adds {added}, on 8 of 10 seeds" in page
+    assert f"DPPO's mask adds {added}, on 8 of 10 seeds" in evidence
+    assert f"+{added}, higher on 8 of 10 seeds: not detected" in readme
+    assert f"**The weight alone** is {said('weight', 'none')[0]} above no correction, on 8 of 10" in page
+    assert said("weight", "none")[1] == 8
+    assert f"{said('mask', 'none')[0]} above no correction, on all ten seeds" in page
+    assert f"{said('mask', 'weight')[0]} above the weight alone, on all ten" in page
+    assert said("mask", "none")[1] == said("mask", "weight")[1] == 10
+    words, times = said("mask", "both")
+    assert f"and {words} above weight and mask, on eight" in page
+    assert f"The mask alone is {words} above both together" in evidence
+    assert times == 8
