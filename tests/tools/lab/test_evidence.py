@@ -424,7 +424,7 @@ def test_what_the_pages_say_of_the_weight_beside_the_mask():
     assert times == 8
     assert f"it adds {added}, on 8 of 10 seeds" in page
     assert f"DPPO's mask adds {added}, on 8 of 10 seeds" in evidence
-    assert f"+{added}, higher on 8 of 10 seeds: not detected" in readme
+    assert f"+{added}, higher on 8 of 10 seeds: not detected, since the plan requires nine" in readme
     assert f"**The weight alone** is {said('weight', 'none')[0]} above no correction, on 8 of 10" in page
     assert said("weight", "none")[1] == 8
     assert f"{said('mask', 'none')[0]} above no correction, on all ten seeds" in page
@@ -432,5 +432,25 @@ def test_what_the_pages_say_of_the_weight_beside_the_mask():
     assert said("mask", "none")[1] == said("mask", "weight")[1] == 10
     words, times = said("mask", "both")
     assert f"and {words} above weight and mask, on eight" in page
-    assert f"The mask alone is {words} above both together" in evidence
+    assert f"The mask alone is {words} above both together over the last ten steps, on eight" in evidence
     assert times == 8
+    over_all = {
+        key: {seed: mean(run.series("reward")) for seed, run in runs[name].items()} for key, name in names.items()
+    }
+    added = [over_all["both"][seed] - over_all["weight"][seed] for seed in over_all["both"]]
+    low, high = mean_interval(added)
+    assert f"it adds {mean(added):.3f} ({low:.3f} to {high:.3f}), on nine" in page
+    assert sum(value > 0 for value in added) == 9
+    alone = [over_all["mask"][seed] - over_all["both"][seed] for seed in over_all["both"]]
+    low, high = mean_interval(alone)
+    assert f"do not differ ({mean(alone):.3f}, {low:.3f} to {high:.3f})" in page
+
+
+def test_the_block_with_a_weight_of_1_passes_check_where_nemo_rl_requires_a_weight(tmp_path, capsys):
+    pytest.importorskip("nemo_geomask.tools.check", reason="the tool was removed")
+    from nemo_geomask.cli import main
+
+    text = (Path(__file__).parents[3] / "docs" / "reference" / "untuned_runs.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(loss_fn:\n.*?)```", text, re.DOTALL)
+    (tmp_path / "recipe.yaml").write_text("grpo: {async_grpo: {enabled: true}}\n" + block)
+    assert main(["check", str(tmp_path / "recipe.yaml"), "--strict"]) == 0, capsys.readouterr().out

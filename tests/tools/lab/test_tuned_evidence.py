@@ -488,17 +488,10 @@ def test_what_the_page_of_masks_says_of_their_bounds():
     assert (round(min(at_best), 2), round(max(at_best), 2)) == (0.64, 0.70)
     assert (round(min(at_published), 2), round(max(at_published), 2)) == (0.48, 0.61)
     factors = [float(published[mask]) / float(bound) for mask, bound in best.items()]
-    assert 3 < min(factors) < max(factors) < 101
+    assert (round(min(factors)), round(max(factors))) == (4, 100)
     gains = {(mask, bound): reward - without for mask, rewards in means.items() for bound, reward in rewards.items()}
     assert {cell for cell, gain in gains.items() if gain < 0} == {("OPSM", "1.5"), ("vaco", "0.5")}
     assert min(gain for gain in gains.values() if gain > 0) > 0.05
-    too_narrow = [
-        means[mask][best[mask]] - reward
-        for mask, rewards in means.items()
-        for bound, reward in rewards.items()
-        if float(bound) < float(best[mask])
-    ]
-    assert max(too_narrow) < 0.085
 
     means, published, without = rewards_by_bound("stale")
     assert len(means) == 12
@@ -561,7 +554,7 @@ def test_what_the_pages_say_of_samples_eight_updates_old():
     below, above = mean_interval(values)
     assert f"DPPO's mask is {fmean(values):.3f} higher ({below:.3f} to +{above:.3f}) over 16" in page
     assert below < 0 < above
-    assert "On validation prompts, no difference was shown" in readme
+    assert "On validation prompts, no difference was shown in the other rows" in readme
     tuned = {name: by_rate[found.choice.rates[name]] for name, by_rate in found.grid.items()}
     values = validation(tuned["OPSM"], tuned["none"])
     below, above = mean_interval(values)
