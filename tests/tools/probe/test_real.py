@@ -32,7 +32,9 @@ def scored(tmp_path_factory):
 def test_the_engine_decodes_its_own_samples_again_with_the_same_logprobs(scored):
     _, result, _ = scored
     checks = {check["name"]: check["outcome"] for check in result["checks"]}
-    assert checks.pop("decode and prefill") in ("fine", "noted")
+    # In bfloat16, a processor's kernels may round other shapes in another way: those of prefill, or of another padding.
+    for name in ("decode and prefill", "trainer repeats the samples"):
+        assert checks.pop(name) in ("fine", "noted")
     assert set(checks.values()) == {"fine"}
 
 
