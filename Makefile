@@ -22,6 +22,7 @@ help:
 	@echo "make pins   the hashes in .ci anew; with ARGS=--upgrade the versions too"
 	@echo "make vllm   vLLM as generation engine, on the CPU, in an environment of its own (about 4 minutes)"
 	@echo "make nemo-rl NEMO_RL_ROOT=…  rehearsals through that NeMo-RL on the CPU, in an environment of its own"
+	@echo "make nemo-rl-environment  that environment alone, for rehearse and probe (about 10 minutes)"
 	@echo "make gpu    on a machine with a GPU: the kernels' tests and the benchmark, with GPU_PYTHON's torch and triton"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   rewrite the generated tables and the schema"
@@ -126,9 +127,9 @@ $(NEMO)/.ready: .ci/nemo-rl-constraints.txt pyproject.toml
 	@$(NEMO)/bin/python -m compileall -q -j 0 $(NEMO)/lib >/dev/null 2>&1 || true
 	@touch $@
 
-# ARGS: --label NAME, --only BEGINNING of a case's name, --jobs N; what came of it is in docs/hosts and in the table of docs/reference/rehearsals.md.
 nemo-rl-environment: $(NEMO)/.ready
 
+# ARGS: --label NAME, --only BEGINNING of a case's name, --jobs N; what came of it is in docs/hosts and in the table of docs/reference/rehearsals.md.
 nemo-rl: $(NEMO)/.ready nemo-rl-losses
 	@test -n "$(NEMO_RL_ROOT)" || { echo "say which NeMo-RL: make nemo-rl NEMO_RL_ROOT=/path/to/RL"; exit 1; }
 	NEMO_RL_ROOT=$(NEMO_RL_ROOT) $(NEMO)/bin/python -m nemo_geomask.tools.rehearse.case_matrix $(ARGS)

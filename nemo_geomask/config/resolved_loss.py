@@ -54,13 +54,8 @@ def resolve_variant(
     explicit = _explicit_settings(config)
     problems = _problems(LossSettings, explicit, prefix=_PREFIX)
     invalid_fields = frozenset[str]().union(*(problem.fields for problem in problems))
-    settings = LossSettings.model_validate(
-        {
-            key: value
-            for key, value in explicit.items()
-            if str(key) in LossSettings.model_fields and str(key) not in invalid_fields
-        }
-    )
+    valid_fields = LossSettings.model_fields.keys() - invalid_fields
+    settings = LossSettings.model_validate({key: value for key, value in explicit.items() if str(key) in valid_fields})
     try:
         variant = load(settings.name)
     except PluginError as error:

@@ -112,9 +112,10 @@ class StrictModel(BaseModel):
         known_keys = {key: value for key, value in settings.items() if key in cls.model_fields}
         unknown_keys = {str(key): value for key, value in settings.items() if key not in known_keys}
         # A search for the nearest name takes milliseconds, so that of thousands of keys would take a minute.
-        guesses = {key: nearest(key, cls.model_fields) for key in [*unknown_keys][:_MAX_UNKNOWN_KEYS]}
+        names = [*unknown_keys]
+        guesses = {key: nearest(key, cls.model_fields) for key in names[:_MAX_UNKNOWN_KEYS]}
         errors = [cls._unknown_key_error(key, unknown_keys[key], guess) for key, guess in guesses.items()]
-        errors += _count_of_others([*unknown_keys][_MAX_UNKNOWN_KEYS:])
+        errors += _count_of_others(names[_MAX_UNKNOWN_KEYS:])
         misspelt_fields = set(guesses.values())
         try:
             model = validate(known_keys)

@@ -15,10 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.mutation.score import EQUIVALENTS, Mutant, Score, read_equivalents, read_rooms
+from tests.mutation.score import EQUIVALENTS, SLOW_TESTS, Mutant, Score, read_equivalents, read_rooms
 
-SLOW_TESTS = "MUTATION_SLOW_TESTS"
-"""As in :mod:`tests.mutation.threaded_ranks`, which imports torch."""
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / "build" / "mutation"
 _COPIED = ("nemo_geomask", "tests", "recipes", "docs", "pyproject.toml", "README.md", "LICENSE")

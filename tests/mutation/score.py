@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
 EQUIVALENTS = FOLDER / "equivalents.toml"
+SLOW_TESTS = "MUTATION_SLOW_TESTS"
+"""Environment variable with beginnings of the names of slow tests that take part, separated by commas."""
 DETECTED = ("killed", "timeout", "segfault", "suspicious")
 """Statuses of a mutant whose tests did not pass."""
 

@@ -23,8 +23,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
-SLOW_TESTS = "MUTATION_SLOW_TESTS"
-"""Environment variable with beginnings of names of tests, separated by commas."""
+from tests.mutation.score import SLOW_TESTS
+
 _SECONDS = 120.0
 
 

@@ -184,10 +184,11 @@ def test_quantiles_are_exact():
 def test_a_quantile_between_equal_values_is_that_value():
     values = torch.tensor([1.0, 1.0, 2.0, -0.0, 0.0, 3.0, 3.0, 3.0])
     counted = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
-    for segments in (PackedSegments([0, 3, 8]), PaddedSegments()):
-        rows = (values, counted) if isinstance(segments, PackedSegments) else (values.view(2, 4), counted.view(2, 4))
-        offsets = [0, 3, 8] if isinstance(segments, PackedSegments) else [0, 4, 8]
-        found = _quantiles(segments, *rows)
+    for segments, shape, offsets in (
+        (PackedSegments([0, 3, 8]), (8,), [0, 3, 8]),
+        (PaddedSegments(), (2, 4), [0, 4, 8]),
+    ):
+        found = _quantiles(segments, values.view(shape), counted.view(shape))
         torch.testing.assert_close(found, _of_each(values, counted, offsets), rtol=1e-14, atol=0)
 
 

@@ -139,19 +139,19 @@ def _read_table(path: Path) -> _Entries:
     _check_size(path)
     arrow, parquet = require_arrow(), require_arrow("pyarrow.parquet")
     try:
-        file = parquet.ParquetFile(path)
-        schema = file.schema_arrow
-        if not arrow.types.is_integer(schema.field("step").type):
-            raise ValueError(f"its steps are of type {schema.field('step').type}")
-        names = [field.name for field in schema if arrow.types.is_floating(field.type)]
-        _check_count(file.metadata.num_rows * (1 + len(names)), path)
-        table = file.read(columns=["step", *names])
+        with parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            if not arrow.types.is_integer(schema.field("step").type):
+                raise ValueError(f"its steps are of type {schema.field('step').type}")
+            names = [field.name for field in schema if arrow.types.is_floating(field.type)]
+            _check_count(file.metadata.num_rows * (1 + len(names)), path)
+            table = file.read(columns=["step", *names])
         if table["step"].null_count:
             raise ValueError("it has rows without a step")
         columns = table.to_pydict()
+    except InputLimitError:
+        raise
     except (arrow.ArrowException, OSError, KeyError, ValueError, MemoryError) as error:
-        if isinstance(error, InputLimitError):
-            raise
         raise DataError(f"{path}: not the lab's table of steps: {str(error)[:200]}") from None
     return [
         (step, name, value)

@@ -9,26 +9,19 @@ from nemo_geomask.tools.check import RecipeFacts, trained_sections
 from nemo_geomask.tools.rehearse.refusals import BACKEND
 from nemo_geomask.tools.rehearse.setting_change import Change
 
-__all__ = ["cpu_changes", "is_colocated", "keeps_fp8_cache"]
+__all__ = ["cpu_changes", "is_colocated", "wants_fp8_cache"]
 
 _GENERATION_PRECISION = "policy.generation.vllm_cfg.precision"
 _CACHE_DTYPE = "policy.generation.vllm_cfg.kv_cache_dtype"
 
 
-def keeps_fp8_cache(facts: RecipeFacts, has_fp8_cache: bool) -> bool:
-    """Return True if the rehearsal's engine has the recipe's fp8 KV cache, beside weights that are not quantised.
-
-    Args:
-        facts: facts about the recipe.
-        has_fp8_cache: True if vLLM has kernels for such a cache on this processor.
-    """
-    cache_dtype = str(facts.get(_CACHE_DTYPE, "auto"))
-    # NeMo-RL reads the dtype of the cache with fp8 weights alone.
-    return has_fp8_cache and cache_dtype.startswith("fp8") and facts.get(_GENERATION_PRECISION) == "fp8"
+def wants_fp8_cache(facts: RecipeFacts) -> bool:
+    """Return True if the recipe's engine has an fp8 KV cache: NeMo-RL reads its dtype with ``precision: fp8`` alone."""
+    return str(facts.get(_CACHE_DTYPE)).startswith("fp8") and facts.get(_GENERATION_PRECISION) == "fp8"
 
 
 def cpu_changes(
-    facts: RecipeFacts, *, has_automodel: bool, is_recurrent: bool, has_fp8_cache: bool
+    facts: RecipeFacts, *, has_automodel: bool, is_recurrent: bool, keeps_fp8_cache: bool
 ) -> Iterator[Change]:
     """Yield the changes, each with what the CPU lacks.
 
@@ -36,7 +29,7 @@ def cpu_changes(
         facts: facts about the recipe.
         has_automodel: True if Automodel can be imported.
         is_recurrent: True if layers of the model keep a state, as Mamba's and linear attention do.
-        has_fp8_cache: True if vLLM has kernels for an fp8 KV cache on this processor.
+        keeps_fp8_cache: True if the recipe's engine has an fp8 KV cache, and vLLM has kernels for it on this processor.
     """
     settings: dict[str, tuple[Any, str]] = {
         "logger.monitor_gpus": (False, "there are no GPUs"),
@@ -49,9 +42,8 @@ def cpu_changes(
         "policy.generation.vllm_cfg.enable_vllm_metrics_logger": (False, "would start another process"),
     }
     generation_precision = str(facts.get(_GENERATION_PRECISION))
-    keeps_cache = keeps_fp8_cache(facts, has_fp8_cache)
-    if keeps_cache:
-        # With fp8 weights alone NeMo-RL reads the cache's dtype. Every layer's name contains this empty word.
+    if keeps_fp8_cache:
+        # Without precision: fp8, NeMo-RL would not read the cache's dtype. Every layer's name contains this empty word.
         settings["policy.generation.vllm_cfg.quantization_ignored_layer_kws"] = ([""], "")
         if facts.is_true("policy.generation.vllm_cfg.is_mx"):
             settings["policy.generation.vllm_cfg.is_mx"] = (False, "quantised CUDA kernels")
@@ -60,7 +52,7 @@ def cpu_changes(
         settings[_GENERATION_PRECISION] = (generation_precision, "")
     else:
         settings[_GENERATION_PRECISION] = ("bfloat16", "vLLM's CPU kernels support no other")
-    if not keeps_cache and facts.get(_CACHE_DTYPE, "auto") != "auto":
+    if not keeps_fp8_cache and facts.get(_CACHE_DTYPE, "auto") != "auto":
         settings[_CACHE_DTYPE] = ("auto", "vLLM's kernels for this processor support no other")
     if is_recurrent:
         # NeMo-RL turns it on by default on GPUs of compute capability 8 or higher, which the shim of CUDA reports.

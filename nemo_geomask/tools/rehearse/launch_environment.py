@@ -18,10 +18,11 @@ from pathlib import Path
 import nemo_geomask
 from nemo_geomask.recipe import ROOT_VARIABLE
 from nemo_geomask.tools.check import RecipeFacts
+from nemo_geomask.tools.rehearse.cpu_settings import wants_fp8_cache
 from nemo_geomask.tools.rehearse.cpu_shims.nemo_rl_shim import IDENTITY
 from nemo_geomask.tools.rehearse.plan import Plan
 
-__all__ = ["SETTINGS", "has_automodel", "has_fp8_cache", "launch_environment"]
+__all__ = ["SETTINGS", "has_automodel", "has_fp8_cache", "launch_environment", "supports_fp8_cache"]
 
 SETTINGS = "NEMO_GEOMASK_REHEARSAL_SETTINGS"
 """Environment variable with the path of the rehearsal's settings, a JSON file."""
@@ -125,9 +126,13 @@ def has_automodel(checkout: Path) -> bool:
 
 
 def has_fp8_cache(facts: RecipeFacts) -> bool:
-    """Return True if the recipe has an fp8 KV cache, and vLLM kernels for it here (cpu_attn.py of vLLM 0.27.1)."""
-    cache_dtype = str(facts.get("policy.generation.vllm_cfg.kv_cache_dtype", "auto"))
-    if not cache_dtype.startswith("fp8") or importlib.util.find_spec("torch") is None:
+    """Return True if the recipe's engine has an fp8 KV cache, and vLLM kernels for it on this processor."""
+    return wants_fp8_cache(facts) and supports_fp8_cache()
+
+
+def supports_fp8_cache() -> bool:
+    """Return True if vLLM has kernels for an fp8 KV cache on this processor (cpu_attn.py of vLLM 0.27.1)."""
+    if importlib.util.find_spec("torch") is None:
         return False
     return bool(importlib.import_module("torch").backends.cpu.get_cpu_capability().startswith("AVX512"))
 

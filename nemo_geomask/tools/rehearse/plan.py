@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.check import Layout, RecipeFacts, layout_keys, layout_of, trained_sections
-from nemo_geomask.tools.rehearse.cpu_settings import cpu_changes, is_colocated, keeps_fp8_cache
+from nemo_geomask.tools.rehearse.cpu_settings import cpu_changes, is_colocated, wants_fp8_cache
 from nemo_geomask.tools.rehearse.refusals import model_refusals, recipe_refusals
 from nemo_geomask.tools.rehearse.setting_change import Change, as_override
 from nemo_geomask.tools.rehearse.tiny_models import TinyModel, tiny_model
@@ -45,6 +45,7 @@ class Plan:
         uses_automodel: True if DTensor v2's workers train, which are Automodel's.
         has_teacher: True for on-policy distillation, which needs a second tiny model.
         unrehearsed: parts of the recipe that the rehearsal says nothing about.
+        keeps_fp8_cache: True if a CPU's engine has the recipe's fp8 KV cache, beside weights that are not quantised.
     """
 
     changes: tuple[Change, ...]
@@ -57,6 +58,7 @@ class Plan:
     uses_automodel: bool
     has_teacher: bool
     unrehearsed: tuple[str, ...]
+    keeps_fp8_cache: bool
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -114,27 +116,35 @@ def plan(
         *_teacher(facts, folder),
         *_redirect_output(facts, folder),
         *_record(facts, folder, record),
-        *(
-            []
-            if gpus
-            else cpu_changes(
-                facts, has_automodel=has_automodel, is_recurrent=model.is_recurrent, has_fp8_cache=has_fp8_cache
-            )
-        ),
     ]
+    keeps_fp8_cache = not gpus and has_fp8_cache and wants_fp8_cache(facts)
+    if not gpus:
+        changes += cpu_changes(
+            facts, has_automodel=has_automodel, is_recurrent=model.is_recurrent, keeps_fp8_cache=keeps_fp8_cache
+        )
     algorithm = "grpo_single_controller" if facts.uses_single_controller else facts.algorithm
     has_teacher = _has_teacher(facts)
     gpu_count = layout.ranks + (not is_colocated(facts)) + has_teacher
     effective = [change for change in changes if change.was != change.value or change.delete or change.pinned]
     unrehearsed = tuple(_unrehearsed(facts, layout, full, effective, gpus, validate))
-    if not gpus and keeps_fp8_cache(facts, has_fp8_cache):
+    if keeps_fp8_cache:
         only_cache = "fp8, here for the KV cache alone (vLLM's CPU kernels have no fp8 weights)"
         unrehearsed += (f"policy.generation.vllm_cfg.precision: {only_cache}",)
     v2 = "policy.dtensor_cfg._v2"
     uses_automodel = not facts.uses_megatron and facts.is_true(v2) and all(change.key != v2 for change in effective)
     script = f"examples/run_{algorithm}.py"
     return Plan(
-        tuple(effective), layout, full, model, steps, script, gpu_count, uses_automodel, has_teacher, unrehearsed
+        tuple(effective),
+        layout,
+        full,
+        model,
+        steps,
+        script,
+        gpu_count,
+        uses_automodel,
+        has_teacher,
+        unrehearsed,
+        keeps_fp8_cache,
     )
 
 

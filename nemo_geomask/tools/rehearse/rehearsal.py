@@ -365,10 +365,13 @@ def _judge(
             for key in ("policy.precision", "policy.generation.vllm_cfg.precision")
         )
         experts = has_experts(folder / "model")
-        only_cache = (
-            "policy.generation.vllm_cfg.quantization_ignored_layer_kws" in changed
-        )  # set for an fp8 cache alone
-        limits = healthy_limits(trainer, sampler, experts=experts, temperature=facts.temperature, fp8_cache=only_cache)
+        limits = healthy_limits(
+            trainer,
+            sampler,
+            experts=experts,
+            temperature=facts.temperature,
+            fp8_cache=planned.keeps_fp8_cache,
+        )
         mismatch = check_mismatch(source, limits, is_filtered=facts.filter_key is not None)
     evidence = RunEvidence(
         events=list(read_events(folder / "events.jsonl")),

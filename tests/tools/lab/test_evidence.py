@@ -405,19 +405,20 @@ def test_what_the_pages_say_of_the_weight_beside_the_mask():
         "none": "none, 5e-4",
     }
     runs = by_label("weight_and_mask")
-    rewards = {
-        key: {seed: mean(run.series("reward")[-10:]) for seed, run in runs[name].items()} for key, name in names.items()
-    }
-    assert all(sorted(by_seed) == list(range(401, 411)) for by_seed in rewards.values())
+    assert all(sorted(runs[name]) == list(range(401, 411)) for name in names.values())
 
-    def said(first, second):
-        differences = [rewards[first][seed] - rewards[second][seed] for seed in rewards[first]]
-        low, high = mean_interval(differences)
-        words = f"{mean(differences):.3f} ({low:.3f} to {high:.3f})"
+    def said(first, second, steps=slice(-10, None), form="{:.3f} ({:.3f} to {:.3f})"):
+        """The difference of mean rewards over some steps, as a page says it, and on how many seeds it is above 0."""
+        rewards = [
+            {seed: mean(run.series("reward")[steps]) for seed, run in runs[names[key]].items()}
+            for key in (first, second)
+        ]
+        differences = [reward - rewards[1][seed] for seed, reward in rewards[0].items()]
+        words = form.format(mean(differences), *mean_interval(differences))
         return words, sum(difference > 0 for difference in differences)
 
     page, evidence, readme = (
-        " ".join((Path(__file__).parents[3] / name).read_text(encoding="utf-8").split())
+        " ".join((DOCS.parent / name).read_text(encoding="utf-8").split())
         for name in ("docs/reference/untuned_runs.md", "docs/background/evidence.md", "README.md")
     )
     added, times = said("both", "weight")
@@ -434,23 +435,17 @@ def test_what_the_pages_say_of_the_weight_beside_the_mask():
     assert f"and {words} above weight and mask, on eight" in page
     assert f"The mask alone is {words} above both together over the last ten steps, on eight" in evidence
     assert times == 8
-    over_all = {
-        key: {seed: mean(run.series("reward")) for seed, run in runs[name].items()} for key, name in names.items()
-    }
-    added = [over_all["both"][seed] - over_all["weight"][seed] for seed in over_all["both"]]
-    low, high = mean_interval(added)
-    assert f"it adds {mean(added):.3f} ({low:.3f} to {high:.3f}), on nine" in page
-    assert sum(value > 0 for value in added) == 9
-    alone = [over_all["mask"][seed] - over_all["both"][seed] for seed in over_all["both"]]
-    low, high = mean_interval(alone)
-    assert f"do not differ ({mean(alone):.3f}, {low:.3f} to {high:.3f})" in page
+    added, times = said("both", "weight", slice(None))
+    assert f"it adds {added}, on nine" in page
+    assert times == 9
+    assert f"do not differ ({said('mask', 'both', slice(None), '{:.3f}, {:.3f} to {:.3f}')[0]})" in page
 
 
 def test_the_block_with_a_weight_of_1_passes_check_where_nemo_rl_requires_a_weight(tmp_path, capsys):
     pytest.importorskip("nemo_geomask.tools.check", reason="the tool was removed")
     from nemo_geomask.cli import main
 
-    text = (Path(__file__).parents[3] / "docs" / "reference" / "untuned_runs.md").read_text(encoding="utf-8")
+    text = TEXTS["untuned_runs.md"]
     (block,) = re.findall(r"```yaml\n(loss_fn:\n.*?)```", text, re.DOTALL)
     (tmp_path / "recipe.yaml").write_text("grpo: {async_grpo: {enabled: true}}\n" + block)
     assert main(["check", str(tmp_path / "recipe.yaml"), "--strict"]) == 0, capsys.readouterr().out

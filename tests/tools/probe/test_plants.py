@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("nemo_geomask.tools.rehearse", reason="its stand-ins run NeMo-RL's workers on CPUs")
 
 from nemo_geomask.recipe import nemo_rl_root
+from nemo_geomask.tools.rehearse.launch_environment import supports_fp8_cache
 from tests.tools.probe.one_process import MISSING
 from tests.tools.probe.planted_probes import FP8_CACHE, PLANTS
 
@@ -53,7 +53,7 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize("name", [name for name, plant in PLANTS.items() if isinstance(plant.expected, tuple)])
 def test_switches_are_named_first_and_explain_the_mismatch(name, results):
-    if PLANTS[name].values == FP8_CACHE and not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+    if PLANTS[name].values == FP8_CACHE and not supports_fp8_cache():
         pytest.skip("vLLM's fp8 KV cache needs a processor with AVX-512")
     result, expected = results[name], PLANTS[name].expected
     assert "error" not in result, result["error"]

@@ -47,8 +47,14 @@ def sent():
     return send
 
 
+def engine_with(named_parameters):
+    """A generation worker whose vLLM engine, of one process, has a model with these parameters."""
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=SimpleNamespace(named_parameters=named_parameters)))
+    return SimpleNamespace(llm=SimpleNamespace(collective_rpc=lambda function: [function(worker)]))
+
+
 def engine(weights, dtype=torch.bfloat16):
-    """The sums of a vLLM worker that has fused the weights."""
+    """A generation worker whose vLLM has fused the weights."""
     values = list(weights.values())
     fused = {
         "model.embed_tokens.weight": values[0],
@@ -56,10 +62,7 @@ def engine(weights, dtype=torch.bfloat16):
         "model.layers.1.mlp.experts.w13_weight": torch.stack([torch.cat(values[4:6]), torch.cat(values[6:8])]),
         "lm_head.weight": torch.cat([values[8], torch.zeros(32, 8)]),  # padded
     }
-    model = torch.nn.Module()
-    model.named_parameters = lambda: ((name, value.to(dtype)) for name, value in fused.items())
-    worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
-    return SimpleNamespace(llm=SimpleNamespace(collective_rpc=lambda function: [function(worker)]))
+    return engine_with(lambda: ((name, value.to(dtype)) for name, value in fused.items()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -98,11 +101,7 @@ def test_the_decay_of_a_state_space_as_the_engine_keeps_it(sent, is_decay):
     def held(value):
         name = f"model.layers.0.mixer.{'A' if is_decay else 'A_log'}"
         weights = {"model.layers.0.mixer.in_proj.weight": torch.ones(4, 4).bfloat16(), name: value}
-        model = SimpleNamespace(named_parameters=weights.items)
-        worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
-        (answer,) = weight_sums.engine_sums(
-            SimpleNamespace(llm=SimpleNamespace(collective_rpc=lambda function: [function(worker)]))
-        )
+        (answer,) = weight_sums.engine_sums(engine_with(weights.items))
         return answer
 
     value = -log.exp() if is_decay else log
@@ -120,10 +119,7 @@ def test_scales_of_an_fp8_cache_are_compared_but_for_the_one_that_is_never_sent(
         f"{prefix}.attn.k_scale": torch.tensor(held_scale).bfloat16(),
         f"{prefix}.attn.prob_scale": torch.tensor(-1.0).bfloat16(),
     }
-    worker = SimpleNamespace(model_runner=SimpleNamespace(model=SimpleNamespace(named_parameters=held.items)))
-    (answer,) = weight_sums.engine_sums(
-        SimpleNamespace(llm=SimpleNamespace(collective_rpc=lambda function: [function(worker)]))
-    )
+    (answer,) = weight_sums.engine_sums(engine_with(held.items))
     assert [each.group for each in weight_sums.compare(sums, answer)] == ([] if held_scale < 1 else ["layers.0"])
 
 
