@@ -358,8 +358,13 @@ def _misfits(rank, world):
     attempt("sequences", verify, [0, 8, 16] if rank else [0, 16], (every,), **quarter)
     attempt("lengths", verify, [0, 4, 16] if rank else [0, 12, 16], (cp_group, sp_group), **quarter)
     attempt("twice", verify, [0, 8], (every,), **half, sp_rank=0, sp_size=2)
-    for name in ("sample_mask", "rewards"):
-        held = torch.tensor([1.0, float(rank != 2), math.nan])
+    values = {
+        "sample_mask": float(rank != 2),
+        "rewards": 0.0 if rank else math.nan,
+        "ages": math.nan if rank == 1 else 3,
+    }
+    for name, value in values.items():
+        held = torch.tensor([1.0, value, math.nan])
         attempt(
             name,
             lambda segments, key=name, value=held: segments.verify(**{key: value}),
@@ -371,17 +376,25 @@ def _misfits(rank, world):
     return found
 
 
+DIFFERING = {
+    "sample_mask": "[1.0, 1.0, 0.0, 1.0]",
+    "rewards": "[nan, 0.0, 0.0, 0.0]",
+    "ages": "[3.0, nan, 3.0, 3.0]",
+}
+
+
 @pytest.mark.slow
 def test_misfits_of_ranks_and_groups_are_named():
     results = run_ranks(4, _misfits)
     wrong = {"size", "rank", "no share", "one of two", "order", "three", "sequences", "lengths", "twice"}
     for rank, found in enumerate(results):
-        assert set(found) == wrong | {"sample_mask", "rewards"}
+        assert set(found) == wrong | set(DIFFERING)
         assert f"(cp_rank, cp_size) is ({rank // 2}, 2)" in found["size"]
         assert "by rank, the number of sequences is [1, 2, 2, 2]; give all" in found["sequences"]
         assert "the lengths of the sequences on ranks [1, 2, 3] are not those on rank 0" in found["lengths"]
         assert "hold the shards [0, 0, 1, 1]" in found["twice"]
-        compared = {"sequences", "lengths", "twice", "sample_mask", "rewards"}
+        compared = {"sequences", "lengths", "twice", *DIFFERING}
         assert {name for name, text in found.items() if text.startswith("RanksDisagreeError")} == compared
-        for name in ("sample_mask", "rewards"):
-            assert f"different {name} for the same sequences" in found.pop(name)
+        for name, by_rank in DIFFERING.items():
+            message = f"different {name} for the same sequences, the first is sequence 1 with {by_rank} by rank"
+            assert message in found.pop(name)

@@ -58,7 +58,7 @@ class ExplainedShare(NamedTuple):
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f}" if share >= 0.095 or share == 0 else f"{100 * share:.1g}"
+    return f"{100 * share:.0f}" if share >= 0.095 else f"{100 * share:.1g}"
 
 
 class RankedCause(NamedTuple):

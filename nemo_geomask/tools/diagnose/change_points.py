@@ -62,7 +62,7 @@ def find_change(
         series: finite values in the order of the steps; logarithms for a quantity that changes by factors.
         min_noise: lower limit of the standard deviation of a value. The deviation itself is estimated from the
             differences of successive values, without the trend that they have in common.
-        min_before, min_after: numbers of values that must precede and follow the change.
+        min_before, min_after: numbers of values that must precede and follow the change, each at least 1.
     """
     values = np.asarray(series, dtype=float)
     count = len(values)
@@ -105,7 +105,6 @@ def step_noise(values: Array) -> float:
 def _squared_residual(values: Array, shape: Array) -> float:
     """Return the squared residual of the least-squares fit of a constant plus a multiple of ``shape``."""
     centred_values, centred_shape = values - values.mean(), shape - shape.mean()
-    scale = float(centred_shape @ centred_shape)
-    slope = float(centred_values @ centred_shape) / scale if scale else 0.0
+    slope = float(centred_values @ centred_shape) / float(centred_shape @ centred_shape)
     residual = centred_values - slope * centred_shape
     return float(residual @ residual)

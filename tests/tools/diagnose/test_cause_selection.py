@@ -11,12 +11,12 @@ from nemo_geomask.tools.diagnose.run_statistics import BIN_REPLICATES, RunStatis
 from nemo_geomask.tools.diagnose.step_sums import BOOTSTRAP_SUMS, StepSums
 
 
-def evidence(*, k3=10.0, capped_abs=20.0, first_step=5):
+def evidence(*, k3=10.0, capped_abs=20.0, first_step=5, nonfinite=0.0, all_tokens=100.0):
     """Steps 4 to 6, the judged ones of which hold this mismatch."""
     statistics = RunStatistics()
     for step in (4, 5, 6):
         sums = StepSums()
-        sums["tokens"] = sums["all_tokens"] = 100.0
+        sums["tokens"], sums["all_tokens"], sums["nonfinite"] = 100.0, all_tokens, nonfinite
         for name, value in (("k3", k3), ("capped_abs", capped_abs)):
             sums[name] = value / 2
             sums.bootstrap[:, BOOTSTRAP_SUMS.index(name)] = value / 2
@@ -46,10 +46,32 @@ def test_a_share_is_that_of_the_mismatch():
     assert "and 4 % (4 to 4) of |Δ|" in ranked.share.text
 
 
+@pytest.mark.parametrize(
+    ("share", "text"), [(0.0, "0"), (0.004, "0.4"), (0.0845, "8"), (0.095, "10"), (0.0949, "9"), (1.0, "100")]
+)
+def test_a_share_has_as_many_digits_as_it_needs(share, text):
+    (ranked,) = rank_causes({"temperature": shown(10 * share, 20 * share)}, evidence())
+    assert ranked.share.text == f"{text} % ({text} to {text}) of k3 and {text} % ({text} to {text}) of |Δ|"
+
+
 def test_the_cause_that_accounts_for_most_comes_first():
     # The mean of the shares of k3 and of |Δ|: 0.35, against 0.4 and 0.3.
     assert names({"temperature": shown(5.0, 4.0), "routing": shown(2.0, 12.0)}) == ["routing", "temperature"]
     assert names({"temperature": shown(5.0, 4.0), "routing": shown(2.0, 8.0)}) == ["temperature", "routing"]
+
+
+def test_a_cause_without_a_measured_share_counts_as_all_of_the_mismatch():
+    # Equal ranks keep the order of the table, in which filtered comes first and stale_engine last of these.
+    found = names({"filtered": shown(10.0, 20.0), "shifted": shown(), "stale_engine": shown(9.9, 20.0)})
+    assert found == ["filtered", "shifted", "stale_engine"]
+
+
+def test_log_probs_that_are_not_finite_count_by_their_share_of_the_tokens():
+    causes = {"temperature": shown(2.9, 5.8), "routing": shown(3.1, 6.2), "nonfinite": shown()}
+    assert names(causes, nonfinite=30.0) == ["routing", "nonfinite", "temperature"]
+    # Where no token is left to compare, they count as all of them.
+    causes = {"temperature": shown(9.9, 19.8), "nonfinite": shown()}
+    assert names(causes, all_tokens=0.0) == ["temperature", "nonfinite"]
 
 
 def test_noise_accounts_for_what_the_others_leave():

@@ -14,7 +14,7 @@ from nemo_geomask.tools.diagnose.bin_rates import BinRates, format_ratio_interva
 from nemo_geomask.tools.diagnose.bootstrap_draws import poisson_draws
 from nemo_geomask.tools.diagnose.change_points import ChangePoint, change_at, find_change, step_noise
 from nemo_geomask.tools.diagnose.run_statistics import BIN_PRODUCTS, BIN_SUMS, Window
-from nemo_geomask.tools.diagnose.step_patterns import find_edge_rise, find_period
+from nemo_geomask.tools.diagnose.step_patterns import EdgeRise, find_edge_rise, find_period
 from nemo_geomask.tools.diagnose.step_sums import (
     BOOTSTRAP_REPLICATES,
     BOOTSTRAP_SUMS,
@@ -121,6 +121,37 @@ def test_a_rise_at_an_edge_must_be_large_enough():
     enough = 6 * 0.1 * math.sqrt(2)
     assert find_edge_rise([0.0, enough + 1e-9], 0.1) is not None
     assert find_edge_rise([0.0, enough - 1e-9], 0.1) is None
+    # Exactly six standard errors are enough: two values on either side have an error of the noise.
+    assert find_edge_rise([0.0, 0.0, 6.0, 6.0], 1.0) == EdgeRise(2, math.exp(6.0))
+
+
+@pytest.mark.parametrize("first", [1, 11])
+def test_the_error_of_a_rise_is_that_of_both_means(first):
+    enough = 6 * 0.1 * math.sqrt(1 / 11 + 1)
+    for rise, is_found in ((enough + 1e-9, True), (enough - 1e-9, False)):
+        found = find_edge_rise([0.0] * first + [rise] * (12 - first), 0.1)
+        assert (found is not None) == is_found
+
+
+def test_a_long_series_is_searched_at_its_edges_alone():
+    # find_change searches the rest; with five values there is one index for it, the fourth value.
+    long = find_edge_rise([0.0] * 10 + [3.0] * 2, 0.05)
+    assert (long.first, long.times) == (11, pytest.approx(math.exp(3 - 3 / 11)))
+    five = find_edge_rise([0.0, 0.0, 3.0, 3.0, 3.0], 0.05)
+    assert (five.first, five.times) == (1, pytest.approx(math.exp(9 / 4)))
+
+
+def test_the_noise_of_a_long_series_is_its_own():
+    noisy = [0.0, 0.6, 0.0, 0.8, 0.1, 0.7, 0.0, 1.5]
+    assert find_edge_rise(noisy, 0.01) is None
+    assert find_edge_rise(noisy[:1] * 7 + noisy[-1:], 0.01) is not None
+    # Four values are too few to tell noise from a rise; five are not.
+    assert find_edge_rise([0.0, 0.6, 0.0, 1.2], 0.01) is not None
+    assert find_edge_rise([0.0, 0.6, 0.0, 0.8, 1.2], 0.01) is None
+
+
+def test_of_equal_rises_the_first_is_meant():
+    assert find_edge_rise([0.0, 1.5, 1.5, 3.0], 0.01).first == 1
 
 
 def test_a_cycle_is_found_with_its_length_and_phases():
@@ -284,12 +315,15 @@ def test_a_bins_rate_has_the_error_of_a_ratio_of_sums():
         "one_minus_p_squared": sum(b * b for _, b in sequences),
     }
     window.bin_products["position"][2] = [products[name] for name in BIN_PRODUCTS]
-    rates = BinRates(window, "position")
+    window.bin_sums["position"][3, BIN_SUMS.index("capped_abs")] = 0.5
+    with np.errstate(all="raise"):  # a bin without tokens is no reason for a warning
+        rates = BinRates(window, "position")
     ratio = sizes / expected
     residuals = sum((a - ratio * b) ** 2 for a, b in sequences)
     assert rates.rate[2] == pytest.approx(ratio)
     assert rates.error[2] == pytest.approx(math.sqrt(residuals) / sizes)
     assert math.isnan(rates.rate[0])
+    assert math.isinf(rates.rate[3])
     assert format_ratio_interval(2.0, 0.1) == f"{2 * math.exp(-0.1959964):.3g} to {2 * math.exp(0.1959964):.3g}"
     assert format_ratio_interval(math.nan, 0.1) == "–"
 

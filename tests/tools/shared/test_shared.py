@@ -8,9 +8,11 @@ from statistics import fmean
 
 import pytest
 
-from nemo_geomask.errors import ArgumentError
+from nemo_geomask.errors import ArgumentError, MissingDependencyError
 from nemo_geomask.tools.shared import palette
 from nemo_geomask.tools.shared.intervals import (
+    format_interval,
+    format_mean,
     mean_interval,
     normal_quantile,
     percentile_interval,
@@ -87,11 +89,27 @@ def test_intervals():
     assert (low + high) / 2 == pytest.approx(fmean(values))
     assert (high - low) / 2 == pytest.approx(4.3027 * 0.152753 / math.sqrt(3), rel=1e-4)
     assert mean_interval([0.1]) is None
+    assert mean_interval([0.1, 0.3]) == pytest.approx((0.2 - 12.7062 * 0.1, 0.2 + 12.7062 * 0.1), rel=1e-4)
     assert percentile_interval(range(1001)) == (25, 975)
     assert all(map(math.isnan, percentile_interval([])))
     assert ratio_interval(2.0, math.log(2) / normal_quantile()) == pytest.approx((1.0, 4.0))
     assert all(map(math.isfinite, ratio_interval(2.0, 1e9)))
     assert all(map(math.isnan, ratio_interval(2.0, math.inf)))
+
+
+def test_intervals_as_text():
+    assert format_mean([]) == "–"
+    assert format_mean([0.0254]) == "+0.025"
+    assert format_mean([0.1, 0.3]) == "+0.200 (-1.071 to +1.471)"
+    assert format_interval(None) == ""
+    assert format_interval((0.25, 1.5), ".1f") == " (0.2 to 1.5)"
+    assert format_interval((-0.0254, 1.0)) == " (-0.025 to +1.000)"
+
+
+def test_without_scipy_the_error_names_what_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.special", None)
+    with pytest.raises(MissingDependencyError, match=r"confidence intervals need .*nemo-geomask\[diagnose\]"):
+        student_quantile(4)
 
 
 def test_importing_them_needs_no_package():
