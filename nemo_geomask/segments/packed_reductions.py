@@ -15,25 +15,29 @@ __all__ = ["Groups", "gather_ranks", "merge_ranks", "reduce_over_ranks", "reduce
 
 Groups = tuple[dist.ProcessGroup, ...]
 
+# torch 2.13 renamed all_gather_into_tensor to all_gather_single.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
 
 def gather_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return [W, ...], the ``values`` of the group's W ranks in rank order, by one all-gather.
 
     Raises: LostRankError: the collective failed. From a compiled graph the backend's own error is raised.
     """
-    world = dist.get_world_size(group)
     if torch.compiler.is_compiling():
-        # Imported here, since it imports sympy, which a loss that is not compiled does not need.
-        from torch.distributed import _functional_collectives as traceable
-
-        gathered = traceable.all_gather_tensor(values.reshape(-1), 0, group)
-        return gathered.view(world, *values.shape)
-    gathered = values.new_empty((world, *values.shape))
-    # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
-    all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+        return _gather_ranks_traceably(values, group)
+    gathered = values.new_empty((dist.get_world_size(group), *values.shape))
     with as_lost_rank_error():
-        all_gather(gathered.view(-1), values.reshape(-1), group=group)
+        _all_gather(gathered.view(-1), values.reshape(-1), group=group)
     return gathered
+
+
+def _gather_ranks_traceably(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # Imported here, since it imports sympy, which a loss that is not compiled does not need.
+    from torch.distributed import _functional_collectives as traceable
+
+    gathered = traceable.all_gather_tensor(values.reshape(-1), 0, group)
+    return gathered.view(dist.get_world_size(group), *values.shape)
 
 
 def merge_ranks(values: Tensor, num_sums: int, groups: Groups) -> Tensor:

@@ -133,8 +133,8 @@ class Segments(ABC):
 
         Returns: [S], float64; 0 for a sequence without a counted value.
         """
-        # The bits of non-negative floats, read as integers, have the same order as the floats. Adding 0 turns -0 to 0.
-        bits, is_counted = (values + 0.0).view(torch.int32).long(), counted != 0
+        # The bits of non-negative floats, read as integers, have the same order as the floats. -0 comes before 0.
+        bits, is_counted = values.view(torch.int32).long(), counted != 0
 
         def count(condition: Tensor) -> Tensor:
             return (is_counted & condition).float()

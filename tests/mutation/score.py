@@ -93,8 +93,8 @@ class Mutant:
 def _without_arguments(text: str, names: list[str]) -> str:
     """Return a line of code without some keyword arguments, and without the commas before them."""
     value = r"[^(),=]+(?:\([^()]*\))?"
-    text = re.sub(rf",?\s*\b(?:{'|'.join(names)})={value}(?=[,)])", "", text)
-    return re.sub(r",?\s+\)", ")", text)
+    text = re.sub(rf",?\s*\b(?:{'|'.join(names)})={value}(?=[,)]|$)", "", text)
+    return re.sub(r",?\s*(?=\)|$)", "", text)
 
 
 @dataclass(frozen=True)

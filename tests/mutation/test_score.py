@@ -68,6 +68,9 @@ def change(was, becomes, name="p.m.x_f__mutmut_1"):
         ("x = zeros(3, dtype=int, device=y.device)", "x = zeros(3, dtype=None, device=y.device)", False),
         ("for a in zip(b, c, strict=True):", "for a in zip(b, c, strict=False):", True),
         ("for a in zip(b, c, strict=True):", "for a in zip(b, None, strict=True):", False),
+        ("b, c, strict=True", "b, c, strict=False", True),
+        ("b, c, strict=True", "b, c,", True),
+        ("b, c, strict=True", "b, None, strict=True", False),
         ("x.to(device, non_blocking=True)", "x.to(device, )", True),
     ],
 )

@@ -136,8 +136,18 @@ def test_prefixes_equal_loops(layout):
     expected = _by_loops(values, offsets)
     packed = layout == "packed"
     segments = PackedSegments(offsets) if packed else PaddedSegments()
-    found = _prefixes(segments, values if packed else values.view(2, 40))
+    values = values if packed else values.view(2, 40)
+    found = _prefixes(segments, values)
     torch.testing.assert_close(torch.stack([value.flatten().double() for value in found]), expected)
+    assert torch.equal(segments.prefix_sums({"x": values})["x"], found[0])
+    assert segments.prefix({"x": values}).run_totals == ({}, {}, {})  # no other rank needs them
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 9, 17])
+def test_prefixes_of_one_sequence_of_any_length(length):
+    values = torch.randn(length, generator=torch.Generator().manual_seed(length))
+    expected = _by_loops(values, [0, length])
+    torch.testing.assert_close(torch.stack(_prefixes(PackedSegments([0, length]), values)), expected)
 
 
 @pytest.mark.slow
@@ -281,17 +291,21 @@ def _over_ranks(rank, world):
         pooled = segments.pool({"x": mine, "still": mine.detach(), "y": mine.square()}, {"x": mine}, {"x": mine})
         x, still, y = map(segments.spread, pooled.sums.values())
         part = (x.tanh() * mine + y.sin() + still * mine).sum()
-        part.backward()
         ends = torch.stack([part.detach(), mine.detach().amin(), mine.detach().amax()])
-        value, rest = segments.reduce_over_ranks(part.detach(), ends, num_sums=1, num_minima=1)
-        prefixes = torch.stack(_prefixes(segments, mine))
+        value, rest = segments.reduce_over_ranks(part, ends, num_sums=1, num_minima=1)
+        value.backward()  # the gradient is that of this rank's part
+        assert segments.reduce_over_ranks(part.float(), ends, num_sums=1, num_minima=1)[0].dtype == torch.float32
+        # A compiled graph rebuilds the layout from its tensors.
+        rebuilt = segments.with_tensors(*segments.tensors)
+        prefixes = torch.stack(_prefixes(rebuilt, mine))
+        assert torch.equal(rebuilt.prefix_sums({"x": mine})["x"], prefixes[0])
         quantiles = _quantiles(segments, mine.detach().abs().float(), (mine.detach() > -1).float())
         tensors = (
             segments.token_index,
             mine.grad,
             pooled.lowest["x"],
             pooled.highest["x"],
-            value,
+            value.detach(),
             rest,
             prefixes,
             quantiles,
@@ -392,7 +406,10 @@ def test_misfits_of_ranks_and_groups_are_named():
         assert f"(cp_rank, cp_size) is ({rank // 2}, 2)" in found["size"]
         assert "by rank, the number of sequences is [1, 2, 2, 2]; give all" in found["sequences"]
         assert "the lengths of the sequences on ranks [1, 2, 3] are not those on rank 0" in found["lengths"]
-        assert "hold the shards [0, 0, 1, 1]" in found["twice"]
+        assert (
+            "hold the shards [0, 0, 1, 1] (sp_rank·cp_size + cp_rank), but together they must be 0 to 3, each"
+            in (found["twice"])
+        )
         compared = {"sequences", "lengths", "twice", *DIFFERING}
         assert {name for name, text in found.items() if text.startswith("RanksDisagreeError")} == compared
         for name, by_rank in DIFFERING.items():

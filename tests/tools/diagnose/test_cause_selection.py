@@ -43,6 +43,8 @@ def test_a_share_is_that_of_the_mismatch():
     assert ranked.share.text == "50 % (50 to 50) of k3 and 20 % (20 to 20) of |Δ|"
     (ranked,) = rank_causes({"temperature": shown(30.0, 0.8)}, evidence())
     assert ranked.share.k3.value == 1.0  # no more than all of it
+    (less,) = rank_causes({"temperature": shown(-1.0, 4.0)}, evidence())
+    assert less.share.k3 == (0.0, 0.0, 0.0)
     assert "and 4 % (4 to 4) of |Δ|" in ranked.share.text
 
 
