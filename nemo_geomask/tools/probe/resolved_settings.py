@@ -96,7 +96,10 @@ def _count_forward(module: Any, args: Any, kwargs: Any, output: Any) -> None:
     is_training = any(part.training for part in module.modules())
     # Megatron returns logits in float32 whatever its weights are, and FSDP keeps weights in float32.
     weights = next((str(parameter.dtype) for parameter in module.parameters()), "?")
-    _forward[f"tokens {shape} logits {dtype} weights {weights} training {is_training}"] += 1
+    text = f"tokens {shape} logits {dtype} weights {weights} training {is_training}"
+    # Settings that NeMo-RL keeps out of the model's configuration, such as a fused head, are options of the call.
+    options = (f"{name} {value}" for name, value in sorted(kwargs.items()) if isinstance(value, bool))
+    _forward[" ".join((text, *options))] += 1
 
 
 def trainer_settings(actor: Any) -> dict[str, str]:
@@ -107,7 +110,7 @@ def trainer_settings(actor: Any) -> dict[str, str]:
 
     Returns:
         By dotted name: the model's own configuration, dtypes and shards of its weights, active dropout, and the forward
-        passes since :func:`watch_forward`.
+        passes since :func:`watch_forward`, with the options of their calls.
     """
     torch = importlib.import_module("torch")
     settings: dict[str, str] = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,7 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.probe.free_checks import FreeCheck
 from nemo_geomask.tools.probe.probe_report import as_json, as_text, recipe_lines, sentence, write_html
 from nemo_geomask.tools.probe.probe_run import choose_switches, probe
-from nemo_geomask.tools.probe.resolved_settings import flatten
+from nemo_geomask.tools.probe.resolved_settings import flatten, trainer_settings, watch_forward
 from nemo_geomask.tools.shared.json_output import to_json
 from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
 from tests.tools.probe.synthetic_stack import SyntheticStack
@@ -166,3 +167,22 @@ def test_resolved_settings_are_plain_values_of_objects():
             self.dtype, self._secret, self.inner = "bf16", 1, {"a": [1, 2]}
 
     assert dict(flatten(Config(), "engine")) == {"engine.dtype": "bf16", "engine.inner.a": "[1, 2]"}
+
+
+def test_the_trainers_forward_passes_are_counted_with_the_options_of_their_calls():
+    torch = pytest.importorskip("torch")
+
+    class Model(torch.nn.Module):
+        def forward(self, input_ids, fp32_output=True, labels=None):
+            logits = torch.zeros(*input_ids.shape, 3)
+            return logits if fp32_output else logits.bfloat16()
+
+    actor = SimpleNamespace(model=[Model()])
+    watch_forward(actor)
+    actor.model[0](input_ids=torch.zeros(1, 4, dtype=torch.long))
+    actor.model[0](input_ids=torch.zeros(2, 4, dtype=torch.long), fp32_output=False, labels=torch.zeros(1))
+    first, second = trainer_settings(actor)["trainer.forward"].split(", ")
+    assert first == "1 tokens 1×4 logits torch.float32 weights ? training True"
+    assert second == "1 tokens 2×4 logits torch.bfloat16 weights ? training True fp32_output False"
+    watch_forward(actor)
+    assert trainer_settings(actor)["trainer.forward"] == ""
