@@ -13,7 +13,8 @@ from nemo_geomask.segments import PackedSegments, PaddedSegments
 from nemo_geomask.segments.rank_comparison import checksum
 from tests.helpers.shares import shares
 
-OFFSETS = [0, 8, 8, 40, 48, 80]  # an empty sequence among them; 80 tokens
+# An empty sequence among them, and one whose second run begins in another sequence-parallel slice than it ends in.
+OFFSETS = [0, 8, 8, 48, 56, 80]
 
 
 @pytest.mark.parametrize("sp", [1, 2, 5])
@@ -38,6 +39,7 @@ def test_packed_rows_of_odd_length_need_no_padding():
 def test_packed_statistics_equal_loops():
     values = torch.randn(OFFSETS[-1], generator=torch.Generator().manual_seed(0))
     segments = PackedSegments(torch.tensor(OFFSETS, dtype=torch.int32))
+    assert segments.cu_seqlens.dtype == torch.int64
     pooled = segments.pool({"a": values, "b": 2 * values}, {"a": values}, {"a": values, "b": -values})
     for i, (start, end) in enumerate(itertools.pairwise(OFFSETS)):
         part = values[start:end].double()
@@ -74,6 +76,7 @@ def test_sum_mean_and_max_of_one_tensor():
         weight.view(-1)[8:16] = 0
         by_row = rows.view(3, 8)
         torch.testing.assert_close(segments.sum(values).detach(), by_row.sum(-1))
+        assert segments.sum(rows.float()).dtype == torch.float32
         torch.testing.assert_close(segments.max(values), by_row.amax(-1))
         assert not segments.max(values).requires_grad
         mean = segments.mean(values, weight)
@@ -106,6 +109,7 @@ def test_rows_of_no_tokens():
 def test_offsets_on_the_host_read_nothing_back():
     # A tensor without data raises where its value is asked for.
     segments = PackedSegments(OFFSETS, device="meta", cp_rank=1, cp_size=2)
+    assert segments.cu_seqlens.device.type == "meta"
     assert segments.token_index.shape == (OFFSETS[-1] // 2,)
     assert segments.spread(torch.zeros(5, device="meta")).shape == (OFFSETS[-1] // 2,)
 
@@ -245,6 +249,12 @@ def test_what_is_no_list_of_offsets_is_named(wrong, actual):
         PackedSegments(wrong)
 
 
+def test_offsets_of_two_dimensions_are_refused_with_their_shape():
+    with pytest.raises(ShapeError) as refused:
+        PackedSegments([[0, 4], [0, 8]])
+    assert str(refused.value) == "cu_seqlens must be [S+1], token offsets of S sequences, but it is [2, 2]"
+
+
 @pytest.mark.parametrize("wrong", [[0.0, 8.0], torch.tensor([0.0, 8.0]), torch.tensor([False, True])], ids=str)
 def test_offsets_are_integers(wrong):
     with pytest.raises(ShapeError, match="cu_seqlens must be integers"):
@@ -299,6 +309,7 @@ def _over_ranks(rank, world):
         rebuilt = segments.with_tensors(*segments.tensors)
         prefixes = torch.stack(_prefixes(rebuilt, mine))
         assert torch.equal(rebuilt.prefix_sums({"x": mine})["x"], prefixes[0])
+        assert len(segments.prefix({"x": mine}).run_totals.sums) == 2 * cp * sp
         quantiles = _quantiles(segments, mine.detach().abs().float(), (mine.detach() > -1).float())
         tensors = (
             segments.token_index,
@@ -387,6 +398,7 @@ def _misfits(rank, world):
             **quarter,
         )
     PackedSegments([0, 8], groups=(every,), **quarter).verify(sample_mask=torch.ones(1), rewards=torch.zeros(1))
+    assert PackedSegments([0, 8], groups=(alone,)).sum(torch.ones(8)).item() == 8  # all tokens, in a group of one rank
     return found
 
 
