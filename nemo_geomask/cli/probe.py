@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,24 +43,36 @@ examples
 
 
 class _Hindrance(NamedTuple):
-    """Settings, all true, under which a probe can't score; why; and the overrides without them."""
+    """A setting with which a probe can't score: its key, when it hinders, why, and the overrides without it."""
 
-    keys: tuple[str, ...]
+    key: str
+    is_present: Callable[[Mapping[str, Any]], bool]
     reason: str
     overrides: str
 
 
 _MEGATRON = "policy.megatron_cfg.enabled"
+_ASYNC = "policy.generation.vllm_cfg.async_engine"
+_REPLAY = "policy.router_replay.enabled"
+_ENGINE_TP, _ENGINE_EP = (f"policy.generation.vllm_cfg.{axis}_parallel_size" for axis in ("tensor", "expert"))
 _HINDRANCES = (
     _Hindrance(
-        ("policy.generation.vllm_cfg.async_engine",),
+        _ASYNC,
+        lambda values: bool(values.get(_ASYNC)),
         "a probe scores by vLLM's synchronous engine",
-        "++policy.generation.vllm_cfg.async_engine=false ++grpo.async_grpo.enabled=false",
+        f"++{_ASYNC}=false ++grpo.async_grpo.enabled=false",
     ),
     _Hindrance(
-        ("policy.router_replay.enabled", _MEGATRON),
+        _REPLAY,
+        lambda values: bool(values.get(_REPLAY) and values.get(_MEGATRON)),
         "the given tokens of a probe have no routes that the trainer could replay",
-        "++policy.router_replay.enabled=false",
+        f"++{_REPLAY}=false",
+    ),
+    _Hindrance(
+        _ENGINE_EP,
+        lambda values: values.get(_ENGINE_EP, 1) > values.get(_ENGINE_TP, 1),
+        f"above {_ENGINE_TP} the engines of several workers wait for each other, and a probe calls one alone",
+        f"++{_ENGINE_EP}=1",
     ),
 )
 
@@ -74,9 +86,11 @@ def check_supported(values: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: it has; the message names all such settings, and the overrides that turn them off.
     """
-    hindrances = [each for each in _HINDRANCES if all(values.get(key) for key in each.keys)]
+    from nemo_geomask.config.strict import as_yaml
+
+    hindrances = [each for each in _HINDRANCES if each.is_present(values)]
     if hindrances:
-        reasons = "; ".join(f"{each.keys[0]} is true, and {each.reason}" for each in hindrances)
+        reasons = "; ".join(f"{each.key} is {as_yaml(values[each.key])}, and {each.reason}" for each in hindrances)
         overrides = " ".join(each.overrides for each in hindrances)
         raise ConfigError(f"{reasons}. To probe everything else, give {overrides}")
 
@@ -191,8 +205,8 @@ def probe_recipe(
 
     folder = folder.resolve()
     names = ("temperature", "top_p", "top_k", "colocated.enabled")
-    more_keys = [f"policy.generation.{name}" for name in names] + [key for each in _HINDRANCES for key in each.keys]
-    keys = [*(switch.key for switch in mismatch_switches()), *more_keys, *BATCH_TOKENS, _MEGATRON]
+    more_keys = [f"policy.generation.{name}" for name in names] + [_ASYNC, _REPLAY, _MEGATRON]
+    keys = [*(key for switch in mismatch_switches() for key in (switch.key, *switch.also)), *more_keys, *BATCH_TOKENS]
     recipe_settings = dotted_settings(read_recipe(recipe, overrides, leave=("data", "env")).data)
     values, replaced = values_in_force(recipe, overrides, [*keys, *recipe_settings], ranks=ranks)
     check_supported(values)
@@ -214,6 +228,7 @@ def probe_recipe(
             prompts=prompts,
             generations=_GENERATIONS,
             budget=budget,
+            replaced=replaced,
             # On GPUs a former engine may leave memory behind, and engines of several processes start anew.
             replaces_engines=not has_gpus() and bool(values.get("policy.generation.colocated.enabled", True)),
             progress=lambda line: print(f"probe: {line}", file=sys.stderr, flush=True),

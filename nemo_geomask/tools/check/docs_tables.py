@@ -23,7 +23,7 @@ from nemo_geomask.records import COLUMNS
 from nemo_geomask.tools.check.all_rules import RULES
 from nemo_geomask.tools.check.objective_text import surrogate_parts
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
-from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
+from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch, mismatch_switches
 
 __all__ = ["TABLES", "update_tables"]
 
@@ -120,7 +120,7 @@ def switch_table() -> str:
     """Return the table of the settings that are known to make sampler and trainer disagree."""
     rows = [
         (
-            *(f"`{switch.id}`", f"`{switch.key}`", f"`{as_yaml(switch.value)}`", switch.title),
+            *(f"`{switch.id}`", f"`{switch.key}`", _conservative_value(switch), switch.title),
             *(switch.side, switch.cost, switch.since + (f", {switch.needs}" if switch.needs else "")),
             *("GPU" if switch.gpu else "any", switch.slower or "–", switch.source),
         )
@@ -128,6 +128,11 @@ def switch_table() -> str:
     ]
     head = ("switch", "key", "conservative", "decides", "side", "costs", "since", "on", "price", "source")
     return markdown_table(head, rows)
+
+
+def _conservative_value(switch: MismatchSwitch) -> str:
+    others = "; ".join(f"with `{key}: {as_yaml(value)}`" for key, value in switch.also.items())
+    return f"`{as_yaml(switch.value)}`" + (f", {others}" if others else "")
 
 
 TABLES = {

@@ -42,6 +42,7 @@ class ArmRunner:
     Args:
         store: the store of starts.
         switches: switches to try.
+        values: the recipe's values by dotted key.
         settings: settings of all starts, by dotted key.
         budget: seconds after which no further start is begun.
         replaces_engines: True if an engine can be replaced in its process, which saves starts of all workers.
@@ -52,6 +53,7 @@ class ArmRunner:
         self,
         store: StartStore,
         switches: Sequence[MismatchSwitch],
+        values: Mapping[str, Any],
         *,
         settings: Mapping[str, Any],
         budget: float,
@@ -59,6 +61,7 @@ class ArmRunner:
         progress: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._store = store
+        self._values = values
         self._settings = settings
         self._deadline = time.monotonic() + budget
         self._progress = progress
@@ -152,7 +155,7 @@ class ArmRunner:
     def _run(self, engine: Arm, trainer: Arm) -> StartAnswer | None:
         arms = dict(zip(SIDES, (engine, trainer), strict=True))
         name = "-and-".join(self._name(side, arm) for side, arm in arms.items() if arm) or "restart"
-        values = {switch.key: switch.value for switch in self._switches.values() if switch.id in engine | trainer}
+        values = self._settings_of_arms(engine | trainer)
         # A process gets its environment when it starts.
         is_replaced = (
             self.replaces_engines and engine and not trainer and not any(_ENVIRONMENT in key for key in values)
@@ -179,11 +182,16 @@ class ArmRunner:
         """Run an arm of each side in one start, if the sides are coupled and both arms change something."""
         if not (self.is_coupled and engine and trainer) or (engine, trainer) in self._together:
             return
-        values = {switch.key: switch.value for switch in self._switches.values() if switch.id in engine | trainer}
+        values = self._settings_of_arms(engine | trainer)
         name = f"{self._name('engine', engine)}-and-{self._name('trainer', trainer)}"
         answer = self._answer(Start(name, {**self._settings, **values}))
         if answer is not None and not answer.error:
             self._together[engine, trainer] = answer
+
+    def _settings_of_arms(self, arms: Arm) -> dict[str, Any]:
+        """Return the settings of arms by dotted key."""
+        chosen = (switch.settings(self._values) for id_, switch in self._switches.items() if id_ in arms)
+        return {key: value for settings in chosen for key, value in settings.items()}
 
     def _replaced(self, name: str, values: Mapping[str, Any]) -> Start:
         """Return a start of an engine in place of that of the baseline's workers."""

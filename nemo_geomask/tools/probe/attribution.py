@@ -166,7 +166,9 @@ class _Search:
 
     def _row(self, switch: MismatchSwitch) -> LedgerRow:
         """Return the row of a switch, with its change and without its verdict."""
-        row = LedgerRow(switch, self._values.get(switch.key), "undecided")
+        settings = switch.settings(self._values)
+        also = {key: value for key, value in settings.items() if key != switch.key}
+        row = LedgerRow(switch, self._values.get(switch.key), "undecided", also=also)
         if switch.cost == "request":
             return self._request_row(row)
         if switch.side == "both":

@@ -55,6 +55,7 @@ class LedgerRow:
     Attributes:
         switch: the switch.
         was: the recipe's value; None if it has none.
+        also: values that had to change with it, by dotted key.
         verdict: see :data:`Verdict`.
         note: reason of the verdict, where numbers don't give it.
         differences: resolved settings in which the arm differs from the baseline, as (before, after) by name.
@@ -72,6 +73,7 @@ class LedgerRow:
     was: Any
     verdict: Verdict
     note: str = ""
+    also: Mapping[str, Any] = field(default_factory=dict)
     differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     after: Gap | None = None
     change: GapChange | None = None

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.optional import require
 from nemo_geomask.tools.probe.ledger import LedgerRow
 from nemo_geomask.tools.probe.locations import LayerDifferences, TokenGap
 from nemo_geomask.tools.probe.probe_run import ProbeResult
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
 from nemo_geomask.tools.shared.json_output import JSON_VERSION
-from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch
 from nemo_geomask.tools.shared.palette import BLUE, VERMILION
 from nemo_geomask.tools.shared.terminal_tables import ABSENT, format_table
 
@@ -50,18 +50,22 @@ def sentence(result: ProbeResult) -> str:
 
 
 def recipe_lines(result: ProbeResult) -> list[str]:
-    """Return the overrides that set the conservative values, each with its price as a comment; none with a fault."""
+    """Return the overrides that set the conservative values, each with its price as a comment; none with a fault.
+
+    What has to change with a value is on the same line.
+    """
     if result.faults:
         return []
     return [
-        _override(row.switch) + (f"  # {row.switch.slower}" if row.switch.slower else "")
+        " ".join(_override(*setting) for setting in ((row.switch.key, row.switch.value), *row.also.items()))
+        + (f"  # {row.switch.slower}" if row.switch.slower else "")
         for row in result.ledger.culprits
     ]
 
 
-def _override(switch: MismatchSwitch) -> str:
-    """Return a switch's value as an override; an empty mapping is taken out, since merged it would change nothing."""
-    return f"~{switch.key}" if switch.value == {} else f"++{switch.key}={_text(switch.value)}"
+def _override(key: str, value: Any) -> str:
+    """Return a value as an override; an empty mapping is taken out, since merged it would change nothing."""
+    return f"~{key}" if value == {} else f"++{key}={as_yaml(value)}"
 
 
 def as_text(result: ProbeResult) -> list[str]:

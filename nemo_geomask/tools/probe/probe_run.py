@@ -116,13 +116,15 @@ def choose_switches(
         if named is not None and not is_named:
             continue
         recipe_value = replaced.get(switch.key, values.get(switch.key))
-        if recipe_value is not None and recipe_value == switch.value:
+        if recipe_value == switch.value or (recipe_value is None and switch.is_default):
             continue  # the recipe has the conservative value
         if switch.needs not in ("", trainer) or (switch.value == {} and switch.key not in values):
             continue  # the recipe's trainer does not read it, or there is nothing to take away
         reason = ""
         if switch.key in values and values[switch.key] == switch.value:
             reason = f"the recipe's value, {recipe_value}, does not run on this machine"
+            if switch.cost == "layout" and switch.side == "trainer":
+                reason = f"the recipe's value, {recipe_value}, needs more processes; --ranks allows them"
         elif switch.gpu and not has_gpus:
             reason = "changes kernels of GPUs alone"
         elif not is_read(switch.key):
@@ -146,6 +148,7 @@ def probe(
     prompts: int,
     generations: int,
     budget: float,
+    replaced: Mapping[str, Any] | None = None,
     replaces_engines: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> ProbeResult:
@@ -157,11 +160,12 @@ def probe(
         launcher: starts NeMo-RL's workers for the recipe.
         switches: switches to try.
         untried_rows: rows of switches that can't be tried.
-        values: the recipe's values by dotted key.
+        values: values that are in force, by dotted key.
         folder: folder of the probe, as :func:`nemo_geomask.tools.probe.probe_folder.prepare_folder` makes it.
         prompts: number of prompts; half of them confirm what the other half shows.
         generations: responses to each prompt.
         budget: seconds after which no further start is begun.
+        replaced: the recipe's own values of those keys that have another one here.
         replaces_engines: True if an engine can be replaced in its process.
         progress: called with a line before each start.
 
@@ -172,7 +176,7 @@ def probe(
     began = time.monotonic()
     store = StartStore(folder, launcher, prompts=prompts, generations=generations)
     runner = ArmRunner(
-        *(store, switches),
+        *(store, switches, values),
         settings={**COMMON_SETTINGS, **{key: _BATCH_TOKENS for key in BATCH_TOKENS if values.get(key) is not None}},
         budget=budget,
         replaces_engines=replaces_engines,
@@ -196,7 +200,7 @@ def probe(
         trainer_error=store.frozen()["trainer_error"],
         adapters=runner.base.scores.get("adapters"),
     )
-    ledger = attribute_mismatch(runner, switches, values, untried_rows)
+    ledger = attribute_mismatch(runner, switches, {**values, **(replaced or {})}, untried_rows)
     layers = {"baseline": runner.layers("engine", NOTHING)}
     for row in ledger.culprits:
         arm = frozenset({row.switch.id})

@@ -117,6 +117,8 @@ def trainer_settings(actor: Any) -> dict[str, str]:
         "trainer.forward": _counts(_forward.elements()),
         "trainer.sampling": str(getattr(actor, "sampling_params", None)),
     }
+    if hasattr(actor, "cp_size"):  # of NeMo-RL's own trainer, whose model does not know it
+        settings["trainer.context_parallel_size"] = str(actor.cp_size)
     for model in trainer_models(actor):
         settings |= dict(flatten(getattr(model, "config", None), "trainer.model"))
         parameters = list(model.parameters())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +41,8 @@ class MismatchSwitch:
         gpu: True if the value changes nothing on a CPU.
         field: name of the request's option, for switches that cost a request.
         seen_as: part of the names of those resolved settings that show the value; the key's last part if empty.
+        is_default: True if a recipe without the key has the conservative value.
+        also: values, by dotted key, without which NeMo-RL refuses the conservative value or runs another layout.
     """
 
     id: str
@@ -56,6 +59,17 @@ class MismatchSwitch:
     gpu: bool = False
     field: str = ""
     seen_as: str = ""
+    is_default: bool = False
+    also: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the conservative value, and those of :attr:`also` that a recipe lacks, by dotted key.
+
+        Args:
+            values: the recipe's values by dotted key; a key is absent if the recipe has none.
+        """
+        others = {key: value for key, value in self.also.items() if values.get(key) not in (None, value)}
+        return {self.key: self.value, **others}
 
     def is_seen_in(self, names: Iterable[str]) -> bool:
         """Return True if one of the names of resolved settings is that of this switch.
@@ -90,4 +104,7 @@ def settings_left_open(get: Callable[[str], Any], trainer: str) -> list[tuple[Mi
 def mismatch_switches() -> tuple[MismatchSwitch, ...]:
     """Return all switches, in the order of the file."""
     table = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    for row in table["switch"]:
+        # TOML has no null.
+        row["also"] = {key: None if value == "null" else value for key, value in row.get("also", {}).items()}
     return tuple(MismatchSwitch(**row) for row in table["switch"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -43,9 +45,19 @@ def test_a_share_is_that_of_the_mismatch():
     assert ranked.share.text == "50 % (50 to 50) of k3 and 20 % (20 to 20) of |Δ|"
     (ranked,) = rank_causes({"temperature": shown(30.0, 0.8)}, evidence())
     assert ranked.share.k3.value == 1.0  # no more than all of it
+    (tiny,) = rank_causes({"temperature": shown(5e-9, 4e-9)}, evidence(k3=1e-8, capped_abs=2e-8))
+    assert (tiny.share.k3.value, tiny.share.capped_abs.value) == pytest.approx((0.5, 0.2))
     (less,) = rank_causes({"temperature": shown(-1.0, 4.0)}, evidence())
     assert less.share.k3 == (0.0, 0.0, 0.0)
     assert "and 4 % (4 to 4) of |Δ|" in ranked.share.text
+
+
+def test_the_interval_of_a_share_is_that_of_its_replicates():
+    explained = np.linspace(0.0, 10.0, 1 + BIN_REPLICATES)
+    detection = dataclasses.replace(shown(), explained=MismatchSums(explained, explained))
+    (ranked,) = rank_causes({"temperature": detection}, evidence())
+    low, high = np.quantile(explained[1:] / 10.0, (0.025, 0.975))
+    assert ranked.share.k3 == pytest.approx((0.0, low, high))
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ import itertools
 import math
 import random
 import statistics
+import sys
 
 import numpy as np
 import pytest
 
+from nemo_geomask.errors import MissingDependencyError
 from nemo_geomask.tools.diagnose.bin_rates import BinRates, format_ratio_interval
 from nemo_geomask.tools.diagnose.bootstrap_draws import poisson_draws
 from nemo_geomask.tools.diagnose.change_points import ChangePoint, change_at, find_change, step_noise
@@ -170,10 +172,17 @@ def test_no_cycle_without_one():
     assert find_period(drawn(30, 0.3), range(30), 0.05) is None
     cycle = [0.0, 1.0] * 6
     assert find_period(cycle, range(12), 0.05).steps == 2
-    assert find_period(cycle[:5], range(5), 0.05) is None  # three times each, at least
+    assert find_period(cycle[:5], range(5), 0.001) is None  # three times each, at least
+    assert find_period([], [], 0.001) is None
     assert find_period(cycle, [*range(11), 12], 0.05) is None  # a step is missing
     small = [0.0, math.log(1.4)] * 6
     assert find_period(small, range(12), 0.001) is None  # less than a factor of 1.5
+
+
+def test_without_scipy_the_error_names_what_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.special", None)
+    with pytest.raises(MissingDependencyError, match=r"the search for a cycle needs .*nemo-geomask\[diagnose\]"):
+        find_period([0.0, 1.0] * 6, range(12), 0.05)
 
 
 # --------------------------------------------------------------------------- limits and intervals

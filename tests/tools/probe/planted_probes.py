@@ -1,11 +1,13 @@
-"""Probes of planted causes, all with one start of NeMo-RL's workers: for tests, and as a script for the figures.
+"""Probes of planted causes: for tests, and as a script for the figures.
 
-The engine is real and is restarted for every arm. Where a probe would start all workers anew, only the engine is
-restarted here, so that a dozen probes take minutes; switches that need new workers of the trainer are left out.
+Most need one start of NeMo-RL's workers. The engine is real and is restarted for every arm. Where a probe would
+start all workers anew, only the engine is restarted: a dozen probes take minutes, without the switches that need new
+workers of the trainer. :data:`STARTED_PLANTS` are about those switches, and are run as the command runs a probe.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -13,13 +15,15 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from nemo_geomask.cli.probe import probe_recipe
+from nemo_geomask.tools.probe import scoring_job
 from nemo_geomask.tools.probe.probe_report import location_lines, sentence
 from nemo_geomask.tools.probe.probe_run import COMMON_SETTINGS, choose_switches, probe
 from nemo_geomask.tools.rehearse.job_session import JobSession
 from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
 from tests.tools.probe.one_process import OneProcess
-from tests.tools.probe.planted_workers import FUNCTION
-from tests.tools.rehearse.real_runs import RECIPE
+from tests.tools.probe.planted_workers import FUNCTION, VARIABLE
+from tests.tools.rehearse.real_runs import MOE, RECIPE
 
 GENERATION = "policy.generation."
 PRECISIONS = ("policy.precision=float32", f"++{GENERATION}vllm_cfg.precision=float32")
@@ -64,6 +68,7 @@ PLANTS = {
     "shifted tokens": Plant({}, {"shifted_tokens": 1}, "shift"),
     "dropout left on": Plant({}, {"dropout": 0.1}, "evaluation mode"),
     "stale layer": Plant({}, {"stale_layer": {"layer": 1, "size": 0.3}}, "weights after the refit"),
+    "batch-variant head": Plant({}, {"batch_variant_head": True}, ("max_num_seqs",)),
 }
 
 
@@ -72,6 +77,59 @@ ADAPTER = ("++policy.dtensor_cfg._v2=true", "++policy.dtensor_cfg.lora_cfg.enabl
 ADAPTER_PLANTS = {
     "adapter": Plant({}, {}, ()),
     "lost adapter": Plant({}, {"lost_adapter": True}, "adapters"),
+}
+
+
+class StartedPlant(NamedTuple):
+    """A planted cause whose switches need other workers of the trainer, which is Megatron; all starts are real.
+
+    Attributes:
+        overrides: overrides of the recipe.
+        faults: as in :class:`Plant`.
+        switches: ids of the switches that are tried.
+        expected: ids of those that have to be found.
+        ranks: number of processes that train.
+        prompts: number of prompts; more where few tokens with other routes make most of k3.
+    """
+
+    overrides: tuple[str, ...]
+    faults: dict
+    switches: tuple[str, ...]
+    expected: tuple[str, ...]
+    ranks: int
+    prompts: int = 24
+
+
+MEGATRON = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true", *PRECISIONS)
+MIXTURE = (*MEGATRON, MOE)
+_TP = "policy.megatron_cfg.tensor_model_parallel_size=2"
+_EP = "policy.megatron_cfg.expert_model_parallel_size=2"
+_NO_ROUTER_DTYPE = "policy.megatron_cfg.moe_router_dtype=null"
+STARTED_PLANTS = {
+    "tensor parallelism": StartedPlant((*MEGATRON, _TP), {"rounded_sums": True}, ("megatron_tp",), ("megatron_tp",), 2),
+    "expert parallelism": StartedPlant(
+        (*MIXTURE, _EP), {"rounded_dispatch": True}, ("megatron_ep", "router_dtype"), ("megatron_ep",), 2
+    ),
+    "router dtype": StartedPlant(
+        (*MIXTURE, _NO_ROUTER_DTYPE), {"rounded_router": True}, ("router_dtype",), ("router_dtype",), 1
+    ),
+    "expert parallelism and router dtype": StartedPlant(
+        (*MIXTURE, _EP, _NO_ROUTER_DTYPE),
+        {"rounded_dispatch": True, "rounded_router": True},
+        ("megatron_ep", "router_dtype"),
+        ("megatron_ep", "router_dtype"),
+        2,
+        48,
+    ),
+    "expert parallelism alone": StartedPlant(
+        (*MIXTURE, _EP, _NO_ROUTER_DTYPE), {}, ("megatron_ep", "router_dtype"), (), 2
+    ),
+    "context parallelism alone": StartedPlant(
+        (*MEGATRON, "policy.megatron_cfg.context_parallel_size=2"), {}, ("megatron_cp",), (), 2
+    ),
+    "pipeline alone": StartedPlant(
+        (*MEGATRON, "policy.megatron_cfg.pipeline_model_parallel_size=2"), {}, ("megatron_pp",), (), 2
+    ),
 }
 
 
@@ -129,6 +187,23 @@ def run_plant(session, name, folder, *, prompts=24):
     )
 
 
+def run_started_plant(name, folder):
+    """Run the probe of a plant as the command does, with the faults in every start; returns its result."""
+    plant = STARTED_PLANTS[name]
+    scoring_job.FUNCTION = FUNCTION
+    os.environ[VARIABLE] = json.dumps(plant.faults)
+    _find_planted_workers()
+    return probe_recipe(
+        *(RECIPE, plant.overrides),
+        folder=folder,
+        switches=plant.switches,
+        budget=1e9,
+        prompts=plant.prompts,
+        ranks=plant.ranks,
+        timeout=1500,
+    )
+
+
 def summary(name, result):
     """What a probe found, in plain values."""
     rows = {row.switch.id: row for row in result.ledger.rows}
@@ -144,33 +219,44 @@ def summary(name, result):
     }
 
 
-def sessions(folder, *overrides):
+def _find_planted_workers():
     # NeMo-RL's checkout, which comes first in its processes, has a package `tests` of its own.
     own_folder = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([own_folder, os.environ.get("PYTHONPATH", "")])
+
+
+def sessions(folder, *overrides):
+    _find_planted_workers()
     return JobSession(RECIPE, [*PRECISIONS, *overrides], FUNCTION, folder=folder / "work", timeout=1500)
 
 
 def main(folder, names, *overrides):
-    with_lines = (folder / "found.jsonl").open("a", encoding="utf-8")
-    if overrides[:1] == ("one-process",):
-        session = OneProcess(folder / "model", *overrides[1:])
-    else:
-        session = sessions(folder, *(ADAPTER if ADAPTER_PLANTS.keys() & set(names) else ()), *overrides)
+    started = [name for name in names if name in STARTED_PLANTS]
+    with (folder / "found.jsonl").open("a", encoding="utf-8") as lines:
+        for name in started:
+            _write(lines, name, run_started_plant, name, folder / name.replace(" ", "-"))
+        if names and names == started:
+            return
+        if overrides[:1] == ("one-process",):
+            session = OneProcess(folder / "model", *overrides[1:])
+        else:
+            session = sessions(folder, *(ADAPTER if ADAPTER_PLANTS.keys() & set(names) else ()), *overrides)
+        with contextlib.closing(session):
+            for name in names or PLANTS:
+                plant, _, seed = name.partition("#")  # "nothing#3": the same plant on other prompts
+                session.seed = int(seed or 11)
+                _write(lines, name, run_plant, session, plant, folder / name.replace(" ", "-"))
+
+
+def _write(lines, name, run, *arguments):
+    began = time.monotonic()
     try:
-        for name in names or PLANTS:
-            began = time.monotonic()
-            plant, _, seed = name.partition("#")  # "nothing#3": the same plant on other prompts
-            session.seed = int(seed or 11)
-            try:
-                content = summary(name, run_plant(session, plant, folder / name.replace(" ", "-")))
-            except Exception as error:
-                content = {"plant": name, "error": f"{type(error).__name__}: {error}"}
-            content["seconds"] = round(time.monotonic() - began)
-            print(json.dumps(content), file=with_lines, flush=True)
-            print(json.dumps(content, indent=1), flush=True)
-    finally:
-        session.close()
+        content = summary(name, run(*arguments))
+    except Exception as error:
+        content = {"plant": name, "error": f"{type(error).__name__}: {error}"}
+    content["seconds"] = round(time.monotonic() - began)
+    print(json.dumps(content), file=lines, flush=True)
+    print(json.dumps(content, indent=1), flush=True)
 
 
 if __name__ == "__main__":

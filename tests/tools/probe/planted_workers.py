@@ -1,13 +1,15 @@
 """Faults that are planted in NeMo-RL's own workers, for the jobs of a probe that ask for them.
 
-The driver runs :func:`score` in place of the probe's own function. ``faults`` of a job names what is planted before its
-scores and taken away after them; the probe's own code scores.
+The driver runs :func:`score` in place of the probe's own function. ``faults`` of a job, or of the environment variable
+:data:`VARIABLE`, names what is planted before its scores and taken away after them; the probe's own code scores.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import json
+import os
 from types import MethodType
 
 from nemo_geomask.hosts.nemo_rl import patch
@@ -15,6 +17,8 @@ from nemo_geomask.tools.probe import scoring_job
 
 FUNCTION = "planted_workers:score"
 """Name of :func:`score` for a driver that finds this folder in its path."""
+VARIABLE = "PLANTED_FAULTS"
+"""Environment variable with the faults of all jobs, as JSON."""
 
 
 def score(**arguments):
@@ -24,8 +28,9 @@ def score(**arguments):
 
 def _with_faults(answer):
     def answer_with_faults(session, job):
+        faults = job.get("faults") or json.loads(os.environ.get(VARIABLE, "{}"))
         with contextlib.ExitStack() as stack:
-            for name, value in (job.get("faults") or {}).items():
+            for name, value in faults.items():
                 stack.enter_context(FAULTS[name](session, value))
             return answer(session, job)
 
@@ -155,23 +160,35 @@ def _change_layer_back(actor, change):
 
 
 @contextlib.contextmanager
-def stale_layer(session, change):
-    workers = session.policy.worker_group.workers
+def _refit_as(make):
+    """Replace the refit, which also comes first after a restart of the engine, by what ``make`` makes of it."""
     original = scoring_job.refit
-
-    def refit(session):
-        original(session)
-        _call_all(session.actors, _skip_layer, change["layer"])
-        _call_all(workers, _change_layer, change)
-        original(session)
-        _call_all(session.actors, _skip_nothing)
-
-    scoring_job.refit = refit
+    scoring_job.refit = make(original)
     try:
         yield
     finally:
         scoring_job.refit = original
-        _call_all(workers, _change_layer_back, change)
+
+
+@contextlib.contextmanager
+def stale_layer(session, change):
+    workers = session.policy.worker_group.workers
+
+    def make(original):
+        def refit(session):
+            original(session)
+            _call_all(session.actors, _skip_layer, change["layer"])
+            _call_all(workers, _change_layer, change)
+            original(session)
+            _call_all(session.actors, _skip_nothing)
+
+        return refit
+
+    with _refit_as(make):
+        try:
+            yield
+        finally:
+            _call_all(workers, _change_layer_back, change)
 
 
 def _loader_of(worker):
@@ -200,4 +217,114 @@ def _skip_nothing_in_engine(worker):
     del _loader_of(worker).load_weights
 
 
-FAULTS = {each.__name__: each for each in (trainer_sampling, shifted_tokens, dropout, lost_adapter, stale_layer)}
+# A head of the engine that computes in bfloat16 as soon as it has two rows: a kernel that depends on the batch's size.
+
+
+def batch_variant_head(session, value):
+    def make(original):
+        def refit(session):
+            original(session)
+            _call_all(session.actors, _plant_in_head)
+
+        return refit
+
+    return _refit_as(make)
+
+
+def _plant_in_head(actor):
+    actor.llm.collective_rpc(_round_batches)
+
+
+def _round_batches(worker):
+    model = worker.model_runner.model
+    if "compute_logits" in vars(model):
+        return
+    original = model.compute_logits
+
+    def compute_logits(hidden_states, *args, **kwargs):
+        return original(_rounded(hidden_states) if len(hidden_states) > 1 else hidden_states, *args, **kwargs)
+
+    model.compute_logits = compute_logits
+
+
+# Megatron functions that compute in bfloat16 where a model in bfloat16, or a fused kernel, does.
+
+
+def _rounded(tensor):
+    torch = importlib.import_module("torch")
+    return tensor.to(torch.bfloat16).to(tensor.dtype) if tensor.is_floating_point() else tensor
+
+
+_replaced = []
+
+
+def _replace(owner, name, make):
+    original = getattr(owner, name)
+    _replaced.append((owner, name, original))
+    setattr(owner, name, make(original))
+
+
+def _put_back(actor, value):
+    while _replaced:
+        setattr(*_replaced.pop())
+
+
+def _round_sums(actor, value):
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+
+    def make(original):
+        return lambda input_, group: original(_rounded(input_) if group.size() > 1 else input_, group)
+
+    _replace(mappings, "_reduce", make)
+
+
+def rounded_sums(session, value):
+    """Each rank's part of a sum over tensor-parallel ranks is rounded to bfloat16."""
+    return _in_trainers(session, _round_sums, _put_back, value)
+
+
+def _round_dispatch(actor, value):
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+
+    def make(original):
+        def all_to_all(group, input_, *args, **kwargs):
+            return original(group, _rounded(input_) if group.size() > 1 else input_, *args, **kwargs)
+
+        return all_to_all
+
+    _replace(dispatcher, "all_to_all", make)
+
+
+def rounded_dispatch(session, value):
+    """Tokens are rounded to bfloat16 on their way between expert-parallel ranks."""
+    return _in_trainers(session, _round_dispatch, _put_back, value)
+
+
+def _round_router(actor, value):
+    router = importlib.import_module("megatron.core.transformer.moe.router")
+
+    def make(original):
+        def gating(self, input):
+            if self.config.moe_router_dtype is not None:
+                return original(self, input)
+            torch = importlib.import_module("torch")
+            low = router.router_gating_linear(input.to(torch.bfloat16), self.weight, self.bias, torch.bfloat16)
+            return low.to(input.dtype)
+
+        return gating
+
+    _replace(router.Router, "gating", make)
+
+
+def rounded_router(session, value):
+    """A router without ``moe_router_dtype`` computes in bfloat16, as it does in a model in bfloat16."""
+    return _in_trainers(session, _round_router, _put_back, value)
+
+
+FAULTS = {
+    each.__name__: each
+    for each in (
+        *(trainer_sampling, shifted_tokens, dropout, lost_adapter, stale_layer),
+        *(batch_variant_head, rounded_sums, rounded_dispatch, rounded_router),
+    )
+}

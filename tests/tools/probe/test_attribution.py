@@ -1,5 +1,6 @@
 """Attribution of planted causes, on made-up log-probs: which are named, in how many starts, and what is kept."""
 
+import dataclasses
 import json
 
 import pytest
@@ -36,8 +37,21 @@ def stack(*causes, **others):
 def ledger_of(folder, made, switches=SWITCHES, budget=1e9, replaces_engines=False):
     folder.mkdir(exist_ok=True)
     store = StartStore(folder, made, prompts=24, generations=2)
-    runner = ArmRunner(store, switches, settings={}, budget=budget, replaces_engines=replaces_engines)
+    runner = ArmRunner(store, switches, {}, settings={}, budget=budget, replaces_engines=replaces_engines)
     return attribute_mismatch(runner, switches, {each.key: "on" for each in switches})
+
+
+def test_what_has_to_change_with_a_value_changes_with_it(tmp_path):
+    also = {"policy.chunks": None, "policy.stages": 2, "policy.depth": 1}
+    companion = dataclasses.replace(SWITCHES[0], also=also)
+    made = stack(("cache", 0.2))
+    store = StartStore(tmp_path, made, prompts=24, generations=2)
+    values = {"policy.cache": "on", "policy.chunks": 512, "policy.stages": 2}  # the recipe has no depth
+    runner = ArmRunner(store, [companion], values, settings={}, budget=1e9)
+    ledger = attribute_mismatch(runner, [companion], values)
+    assert {"policy.cache": "off", "policy.chunks": None} in made.starts
+    assert all(settings in ({}, {"policy.cache": "off", "policy.chunks": None}) for settings in made.starts)
+    assert [(row.verdict, row.also) for row in ledger.rows] == [("explains", {"policy.chunks": None})]
 
 
 def verdicts(ledger):
@@ -340,8 +354,8 @@ def test_a_baseline_that_does_not_start_is_an_error(tmp_path):
     made = stack(failing=frozenset({"policy.all"}))
     store = StartStore(tmp_path, made, prompts=4, generations=1)
     with pytest.raises(EngineError, match=r"can't be scored with its own settings: ValueError: policy\.all is wrong"):
-        ArmRunner(store, [], settings={"policy.all": 1}, budget=1.0)
+        ArmRunner(store, [], {}, settings={"policy.all": 1}, budget=1.0)
     # It is not kept: what failed may have been the environment.
     made.failing = frozenset()
     store = StartStore(tmp_path, made, prompts=4, generations=1)
-    assert ArmRunner(store, [], settings={"policy.all": 1}, budget=1.0).base.error == ""
+    assert ArmRunner(store, [], {}, settings={"policy.all": 1}, budget=1.0).base.error == ""

@@ -29,6 +29,7 @@ def choose(values=VALUES, names=None, trainer="dtensor", has_gpus=False, is_read
 
 ASYNC, REPLAY = "policy.generation.vllm_cfg.async_engine", "policy.router_replay.enabled"
 MEGATRON = "policy.megatron_cfg.enabled"
+ENGINE_TP, ENGINE_EP = (f"policy.generation.vllm_cfg.{axis}_parallel_size" for axis in ("tensor", "expert"))
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,8 @@ MEGATRON = "policy.megatron_cfg.enabled"
             {ASYNC: True, REPLAY: True, MEGATRON: True},
             [f"++{ASYNC}=false", "++grpo.async_grpo.enabled=false", f"++{REPLAY}=false"],
         ),
+        ({ENGINE_EP: 8, ENGINE_TP: 4}, [f"++{ENGINE_EP}=1"]),
+        ({ENGINE_EP: 4, ENGINE_TP: 4}, []),
         # DTensor's workers don't read the key.
         ({REPLAY: True}, []),
         ({REPLAY: True, MEGATRON: False, ASYNC: False}, []),
@@ -53,7 +56,8 @@ def test_what_can_not_be_scored_is_named_with_all_overrides(values, overrides):
     with pytest.raises(ConfigError) as caught:
         check_supported(values)
     assert str(caught.value).partition("give ")[2].split() == overrides
-    assert all(f"{key} is true" in str(caught.value) for key in values if key != MEGATRON)
+    named = {key: "8" if key == ENGINE_EP else "true" for key in values if key not in (MEGATRON, ENGINE_TP)}
+    assert all(f"{key} is {value}, and " in str(caught.value) for key, value in named.items())
 
 
 def test_only_what_the_recipe_leaves_open_is_tried():
@@ -65,6 +69,23 @@ def test_only_what_the_recipe_leaves_open_is_tried():
     assert rows["moe_backend"].verdict == "not testable here"
     assert "moe_backend" in choose(has_gpus=True)[0]
     assert "router_dtype" in choose(trainer="megatron")[0]
+
+
+def test_a_key_that_is_absent_is_tried_unless_its_default_is_the_conservative_value():
+    assert "prefix_caching" in choose()[0]
+    chosen, rows = choose(trainer="megatron", is_read=lambda key: False)
+    assert not {"megatron_cp", "fused_logprobs"} & {*chosen, *rows}
+    assert "megatron_cp" in choose({"policy.megatron_cfg.context_parallel_size": 2}, trainer="megatron")[0]
+
+
+def test_a_layout_that_was_made_smaller_names_the_option_for_more_processes():
+    key = "policy.megatron_cfg.tensor_model_parallel_size"
+    chosen, rows = choose({key: 1}, replaced={key: 4}, trainer="megatron")
+    assert "megatron_tp" not in chosen
+    assert rows["megatron_tp"].note == "the recipe's value, 4, needs more processes; --ranks allows them"
+    # The engine of a rehearsal on CPUs has one process.
+    _, rows = choose({ENGINE_TP: 1}, replaced={ENGINE_TP: 4})
+    assert rows["engine_tp"].note == "the recipe's value, 4, does not run on this machine"
 
 
 def test_a_key_that_this_nemo_rl_does_not_read_is_not_tried():
@@ -126,6 +147,10 @@ def test_a_value_that_is_merged_is_taken_out_and_a_fault_leaves_nothing_to_set(r
     override = next(each for each in mismatch_switches() if each.id == "rope_override")
     ledger = dataclasses.replace(result.ledger, rows=(dataclasses.replace(row, switch=override),))
     assert recipe_lines(dataclasses.replace(result, ledger=ledger)) == [f"~{override.key}"]
+    row = dataclasses.replace(result.ledger.rows[0], also={"policy.chunks": None, "policy.flag": False})
+    ledger = dataclasses.replace(result.ledger, rows=(row,))
+    (line,) = recipe_lines(dataclasses.replace(result, ledger=ledger))
+    assert line.startswith(f"++{PRECISION}=float32 ++policy.chunks=null ++policy.flag=false  # ")
     fault = FreeCheck("shift", "fault", "shifted", "look at padding")
     assert recipe_lines(dataclasses.replace(result, checks=(fault,))) == []
 
@@ -186,3 +211,6 @@ def test_the_trainers_forward_passes_are_counted_with_the_options_of_their_calls
     assert second == "1 tokens 2×4 logits torch.bfloat16 weights ? training True fp32_output False"
     watch_forward(actor)
     assert trainer_settings(actor)["trainer.forward"] == ""
+    assert "trainer.context_parallel_size" not in trainer_settings(actor)
+    actor.cp_size = 2  # of NeMo-RL's own trainer, whose model does not know it
+    assert trainer_settings(actor)["trainer.context_parallel_size"] == "2"

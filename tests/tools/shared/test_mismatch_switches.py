@@ -27,6 +27,18 @@ def test_fields_have_known_values(switch):
     assert switch.cost in ("request", "layout") or switch.side in (switch.cost, "both")
 
 
+def test_a_value_brings_those_that_the_recipe_lacks_beside_it():
+    by_id = {switch.id: switch for switch in SWITCHES}
+    chunks = "policy.logprob_chunk_size"
+    deferred = by_id["logits_dtype"]
+    assert deferred.settings({deferred.key: True}) == {deferred.key: False}
+    assert deferred.settings({deferred.key: True, chunks: 1024}) == {deferred.key: False, chunks: None}
+    dispatcher = "policy.megatron_cfg.moe_token_dispatcher_type"
+    experts = by_id["megatron_ep"]
+    assert experts.settings({dispatcher: "alltoall"}) == {experts.key: 1}
+    assert experts.settings({dispatcher: "flex"}) == {experts.key: 1, dispatcher: "alltoall"}
+
+
 def test_switches_of_a_group_are_of_one_side():
     sides = {}
     for switch in SWITCHES:
@@ -53,6 +65,7 @@ def test_nemo_rl_has_the_keys_of_its_version(version):
         outer = "env_vars" if ".env_vars." in switch.key else outer
         names = {outer} if outer else set(switch.key.split("."))
         if switch.is_in(version):
+            names |= {part for key in switch.also for part in key.split(".")}
             assert names <= words, f"{switch.id}: {names - words}"
 
 
