@@ -26,6 +26,9 @@ from nemo_geomask.segments.rank_comparison import as_lost_rank_error
 
 __all__ = ["TILE_BYTES", "linear_logprobs"]
 
+# torch 2.13 renamed the function.
+_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
 TILE_BYTES = {"cpu": 20 << 20, "cuda": 512 << 20}
 """Default size of a tile of logits in bytes, by device type.
 
@@ -317,8 +320,6 @@ def _sum_over_ranks(gradient: Tensor, indices: Tensor | None, count: int, call: 
     if not call.sequence_parallel:
         return gradient
     local_gradient = gradient.new_empty(count // len(shards.sizes), gradient.shape[1])
-    # torch 2.13 renamed the function.
-    scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     with as_lost_rank_error():
-        scatter(local_gradient, gradient, group=shards.group)
+        _reduce_scatter(local_gradient, gradient, group=shards.group)
     return local_gradient

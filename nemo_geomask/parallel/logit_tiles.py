@@ -137,10 +137,15 @@ class GradientSum:
         elif a.dtype == torch.float32:
             total.addmm_(a, b)
         elif a.device.type == "cuda":
-            torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
+            _add_product_on_gpu(total, a, b)
         else:
             total += a @ b
 
     def gradient(self) -> Tensor:
         """Return the gradient in the type of the parameter."""
         return torch.zeros_like(self._parameter) if self._total is None else self._total.to(self._parameter.dtype)
+
+
+def _add_product_on_gpu(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b``, of half precision, to the float32 ``total``, without rounding the product."""
+    torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)

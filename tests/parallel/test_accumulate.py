@@ -113,6 +113,22 @@ def test_losses_of_the_step_add_up_to_the_mean_over_its_documents():
 def test_one_rank_needs_no_group():
     step = collect_documents(iter([3, 3, 3]), docs_per_step=5, count=lambda n: (n, n))
     assert (step.microbatches, step.documents, step.complete) == ([3, 3], 6, True)
+    step = collect_documents(iter([1, 3]), docs_per_step=1, count=lambda n: (n, n))
+    assert (step.microbatches, step.documents, step.complete) == ([1], 1, True)
+
+
+def _two_groups(rank, world):
+    import torch.distributed as dist
+
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    step = collect_documents(iter([rank] * 9), docs_per_step=5, count=lambda n: (n, 10 * n), group=groups[rank // 2])
+    return len(step.microbatches), step.documents, step.tokens
+
+
+@pytest.mark.slow
+def test_all_ranks_stop_by_the_documents_of_their_own_group():
+    # Ranks 0 and 1 draw one document a round, ranks 2 and 3 five.
+    assert run_ranks(4, _two_groups) == [(5, 5, 50)] * 2 + [(1, 5, 50)] * 2
 
 
 @pytest.mark.parametrize("target", [0, -1])

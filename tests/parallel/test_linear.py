@@ -165,6 +165,31 @@ def test_frozen_tensors_cost_nothing():
     assert not linear_logprobs(problem.hidden, problem.weight, problem.targets).requires_grad
 
 
+@pytest.mark.parametrize("trained", ["hidden", "weight", "bias"])
+def test_each_gradient_by_itself(trained):
+    problem = case(11)
+    tensors = {name: getattr(problem, name).clone() for name in ("hidden", "weight", "bias")}
+    tensors[trained].requires_grad_()
+    logp = linear_logprobs(tensors["hidden"], tensors["weight"], problem.targets, bias=tensors["bias"], tile_bytes=300)
+    logp.backward(problem.g)
+    no_entropy = problem._replace(h=torch.zeros_like(problem.h))
+    expected = dict(zip(("hidden", "weight", "bias"), by_loops(no_entropy)[2:], strict=True))
+    np.testing.assert_allclose(tensors[trained].grad.numpy(), expected[trained], rtol=2e-5, atol=2e-5)
+    assert all(value.grad is None for name, value in tensors.items() if name != trained)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_a_half_precision_bias_is_summed_in_float32(dtype):
+    # Thousands of rows in many tiles, each with a gradient of about -1 + 1/2: half precision would stop at 256 or 2048.
+    rows = 8192
+    hidden, weight = torch.zeros(rows, 4), torch.zeros(2, 4)
+    bias = torch.zeros(2, dtype=dtype).requires_grad_()
+    logp = linear_logprobs(hidden, weight, torch.ones(rows, dtype=torch.int64), bias=bias, tile_bytes=64)
+    logp.sum().backward()
+    assert bias.grad.dtype == dtype
+    assert bias.grad.tolist() == [-rows / 2, rows / 2]
+
+
 def test_hidden_states_of_another_type_are_taken_as_the_layer_would():
     problem = case(12, dtype=torch.bfloat16)
     wide = problem.hidden.float().requires_grad_()
@@ -299,6 +324,27 @@ def test_sharded_equals_whole_on_every_rank(world):
             rows = slice(rank * 16 // world, (rank + 1) * 16 // world) if sequence_parallel else slice(None)
             check(mine, (logp, entropy, of_hidden[rows], of_weight[columns], of_bias[columns]))
             assert np.array_equal(mine[0], results[0][index][0])
+
+
+def _two_groups(rank, world):
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    place, columns = rank % 2, slice(19 * (rank % 2), 37 if rank % 2 else 19)
+    problem = case(21 + rank // 2, rows=16)
+    options = {"shard_sizes": [19, 18], "group": groups[rank // 2], "tile_bytes": 300}
+    shard = problem._replace(weight=problem.weight[columns], bias=problem.bias[columns])
+    whole_rows = ours(shard, **options)
+    shard = shard._replace(hidden=problem.hidden.chunk(2)[place])
+    return whole_rows, ours(shard, **options, sequence_parallel=True)
+
+
+@pytest.mark.slow
+def test_sharded_equals_whole_on_every_rank_of_two_groups():
+    for rank, (whole_rows, shard_of_rows) in enumerate(run_ranks(4, _two_groups)):
+        logp, entropy, of_hidden, of_weight, of_bias = by_loops(case(21 + rank // 2, rows=16))
+        columns = slice(19 * (rank % 2), 37 if rank % 2 else 19)
+        rows = slice(8 * (rank % 2), 8 * (rank % 2) + 8)
+        check(whole_rows, (logp, entropy, of_hidden, of_weight[columns], of_bias[columns]))
+        check(shard_of_rows, (logp, entropy, of_hidden[rows], of_weight[columns], of_bias[columns]))
 
 
 def _disagreeing(rank, world):

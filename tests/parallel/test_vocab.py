@@ -125,17 +125,37 @@ def test_unvalidated_stray_target_is_nan():
     assert logp[2:].isfinite().all()
 
 
-def test_leading_dimensions_that_do_not_merge():
-    logits, targets, g, h = case(9, rows=15, width=21)
-    padded = torch.full((3, 7, 21), math.nan)
-    padded[:, :5] = logits.reshape(3, 5, 21)
-    views = (padded[:, :5], padded[:, :5].transpose(0, 1).contiguous().transpose(0, 1))
-    for view in views:
+@pytest.mark.parametrize("blocks", [2, 3])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_leading_dimensions_that_do_not_merge(blocks, inplace):
+    logits, targets, g, h = case(9, rows=5 * blocks, width=21)
+    targets, g, h = (value[: 5 * blocks] for value in (targets, g, h))
+    padded = torch.full((blocks, 7, 21), math.nan)
+    padded[:, :5] = logits.reshape(blocks, 5, 21)
+    shape = (blocks, 5)
+    for view in (padded[:, :5], padded[:, :5].transpose(0, 1).contiguous().transpose(0, 1)):
         leaf = view.detach().requires_grad_()
-        logp, entropy = vocab_parallel_logprobs(leaf, targets.reshape(3, 5), entropy=True)
-        ((logp * g.reshape(3, 5)).sum() + (entropy * h.reshape(3, 5)).sum()).backward()
-        found = logp.detach().reshape(-1), entropy.detach().reshape(-1), leaf.grad.reshape(15, 21)
+        used = leaf * 1.0 if inplace else leaf  # keeps the strides
+        logp, entropy = vocab_parallel_logprobs(used, targets.reshape(shape), entropy=True, inplace_gradient=inplace)
+        ((logp * g.reshape(shape)).sum() + (entropy * h.reshape(shape)).sum()).backward()
+        found = logp.detach().reshape(-1), entropy.detach().reshape(-1), leaf.grad.reshape(5 * blocks, 21)
         check([value.numpy() for value in found], loops(logits, targets, g, h))
+
+
+def test_gradient_in_place_of_a_slice_of_the_logits():
+    logits, targets, g, _ = case(9, rows=10, width=21)
+    leaf = logits.reshape(2, 5, 21).clone().requires_grad_()
+    wide = torch.nn.functional.pad(leaf, (0, 0, 0, 2))  # as of a model that predicts two more tokens
+    logp = vocab_parallel_logprobs(wide[:, :5], targets.reshape(2, 5), inplace_gradient=True)
+    (logp * g.reshape(2, 5)).sum().backward()
+    expected = ours(logits, targets, g, torch.zeros_like(g))
+    np.testing.assert_allclose(leaf.grad.reshape(10, 21), expected[2], rtol=1e-5, atol=1e-7)
+
+
+def test_one_target_without_a_leading_dimension():
+    logits = torch.tensor([0.5, -1.0, 2.0])
+    logp = vocab_parallel_logprobs(logits, torch.tensor(2))
+    assert logp.item() == pytest.approx(2.0 - math.log(sum(math.exp(x) for x in logits.tolist())))
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of Triton's interpreter, on the way to -inf
@@ -200,6 +220,12 @@ def test_gradient_in_place_refuses_leaves_and_overlaps():
     rows = (logits[:1] * 1.0).expand(13, -1)
     with pytest.raises(ArgumentError, match=r"their strides are \[0, 1\]"):
         vocab_parallel_logprobs(rows, targets, inplace_gradient=True)
+    flat = logits.detach().flatten().requires_grad_() * 1.0
+    for shape, strides in (((2, 5), (0, 1)), ((2, 5), (1, 1)), ((3, 5), (4, 1))):
+        with pytest.raises(ArgumentError, match="don't overlap in memory"):
+            vocab_parallel_logprobs(flat.as_strided(shape, strides), targets[: shape[0]], inplace_gradient=True)
+    # A stride along one entry reaches nothing.
+    assert vocab_parallel_logprobs(flat.as_strided((1, 37), (0, 1)), targets[:1], inplace_gradient=True).shape == (1,)
 
 
 def test_target_outside_the_vocabulary_is_an_error():
@@ -216,6 +242,9 @@ def test_target_outside_the_vocabulary_is_an_error():
     ("change", "error", "message"),
     [
         ({"logits": torch.zeros(4, 5)}, ShapeError, "logits must be floating point"),
+        ({"logits": [0.0]}, ShapeError, "^logits must be a tensor, but it is a list"),
+        ({"targets": [0]}, ShapeError, "^targets must be a tensor, but it is a list"),
+        ({"kernel": "fast"}, ArgumentError, "kernel must be one of"),
         ({"targets": torch.zeros(3, dtype=torch.int32)}, ShapeError, "torch.int32"),
         ({"temperature": 0.0}, ArgumentError, "temperature must be above 0 and finite"),
         ({"shard_sizes": [2, 3]}, ShapeError, "one entry for each of the 1 ranks"),
