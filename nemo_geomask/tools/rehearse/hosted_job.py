@@ -20,6 +20,7 @@ from nemo_geomask.tools.rehearse.event_log import read_events
 from nemo_geomask.tools.rehearse.launch_environment import has_automodel, has_fp8_cache, launch_environment
 from nemo_geomask.tools.rehearse.plan import Plan, plan
 from nemo_geomask.tools.rehearse.rehearsal import driver_command, has_gpus, nemo_rl_checkout
+from nemo_geomask.tools.rehearse.run_outcome import innermost_error, without_colours
 from nemo_geomask.tools.rehearse.setting_change import Change
 from nemo_geomask.tools.rehearse.supervision import supervised
 from nemo_geomask.tools.rehearse.tiny_models import write_prompts
@@ -109,7 +110,7 @@ def run_job(
             every_tick=every_tick,
         )
     events = tuple(read_events(folder / "events.jsonl"))
-    return JobOutcome(_error_of(events, status, timeout), status is None, events)
+    return JobOutcome(_error_of(events, status, timeout, folder / "log.txt"), status is None, events)
 
 
 def values_in_force(
@@ -166,12 +167,15 @@ def _planned(
     return facts, planned
 
 
-def _error_of(events: Sequence[Mapping[str, Any]], status: int | None, timeout: float) -> str:
+def _error_of(events: Sequence[Mapping[str, Any]], status: int | None, timeout: float, log: Path) -> str:
+    """Return the last error, in a line that also names the log; empty if the job ended well."""
     if status is None:
-        return f"not done after {timeout:.0f} s"
+        return f"not done after {timeout:.0f} s; the log is {log}"
     errors = [event for event in events if event["kind"] == "error"]
     if errors:
-        return f"{errors[-1]['type']}: {errors[-1]['message']}"
+        last = errors[-1]
+        error = innermost_error(without_colours(last["traceback"]), f"{last['type']}: {last['message']}")
+        return f"{error}; the log is {log}"
     if not any(event["kind"] == "done" for event in events):
-        return f"the driver ended with status {status}, and left no error"
+        return f"the driver ended with status {status}, and left no error; the log is {log}"
     return ""

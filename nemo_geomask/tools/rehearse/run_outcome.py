@@ -11,7 +11,7 @@ from nemo_geomask.tools.rehearse.error_causes import MEMORY, likely_cause
 from nemo_geomask.tools.rehearse.event_log import STAGES
 from nemo_geomask.tools.rehearse.mismatch_check import Mismatch
 
-__all__ = ["RunFailure", "RunResult", "Stage", "State", "outcome_of"]
+__all__ = ["RunFailure", "RunResult", "Stage", "State", "innermost_error", "outcome_of", "without_colours"]
 
 _ERROR_PREFIX = "nemo-geomask: error: "
 # Ray's description of an actor that died.
@@ -233,8 +233,8 @@ def _failure_of(
     error = next((event for event in events if event["kind"] == "error"), None)
     if error is not None or status != 0:
         last = f"the driver ended with status {status}"
-        text = _COLOUR.sub("", str(error["traceback"]) if error else log[-_LOG_TAIL:] or f"{last} without a message")
-        raised = _innermost_error(text, f"{error['type']}: {error['message']}" if error else last)
+        text = without_colours(str(error["traceback"]) if error else log[-_LOG_TAIL:] or f"{last} without a message")
+        raised = innermost_error(text, f"{error['type']}: {error['message']}" if error else last)
         dead = _DEAD_ACTOR.search(text)
         if _LOST_ENGINE.search(raised) and not dead:
             effect = f"the other processes only reported: {raised}"
@@ -258,7 +258,7 @@ def _engine_failure(log: str, stage: str, effect: str, settings: Mapping[str, ob
         effect: what the run showed of it.
         settings: the recipe's settings, by dotted key.
     """
-    lines = [match["line"] for line in _COLOUR.sub("", log).splitlines() if (match := _ENGINE_LINE.search(line))]
+    lines = [match["line"] for line in without_colours(log).splitlines() if (match := _ENGINE_LINE.search(line))]
     begin = next((index for index, line in enumerate(lines) if _ENGINE_END.search(line)), len(lines))
     # An error that led to another one comes before it.
     errors = [line.strip() for line in lines[begin:] if _ERROR_LINE.fullmatch(line.rstrip())]
@@ -274,8 +274,18 @@ def _last_stage(events: list[Mapping[str, Any]]) -> str:
     return next((str(event["stage"]) for event in reversed(events) if "stage" in event), "start")
 
 
-def _innermost_error(text: str, otherwise: str) -> str:
-    """Return the line of the error that a worker raised: the last one that is not Ray's own."""
+def without_colours(text: str) -> str:
+    """Return text without the control sequences that set a terminal's colours, as Ray writes into tracebacks."""
+    return _COLOUR.sub("", text)
+
+
+def innermost_error(text: str, otherwise: str) -> str:
+    """Return the line of the error that a worker raised: the last one that is not Ray's own.
+
+    Args:
+        text: output with tracebacks, without colours.
+        otherwise: text whose first line is returned if there is none.
+    """
     for line in reversed(text.splitlines()):
         if line.startswith(_ERROR_PREFIX):  # `nemo-geomask run`, before the driver had begun
             return line.removeprefix(_ERROR_PREFIX)

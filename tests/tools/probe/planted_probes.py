@@ -125,7 +125,11 @@ STARTED_PLANTS = {
         (*MIXTURE, _EP, _NO_ROUTER_DTYPE), {}, ("megatron_ep", "router_dtype"), (), 2
     ),
     "context parallelism alone": StartedPlant(
-        (*MEGATRON, "policy.megatron_cfg.context_parallel_size=2"), {}, ("megatron_cp",), (), 2
+        (*MEGATRON, "policy.megatron_cfg.context_parallel_size=2", "policy.make_sequence_length_divisible_by=4"),
+        {},
+        ("megatron_cp",),
+        (),
+        2,
     ),
     "pipeline alone": StartedPlant(
         (*MEGATRON, "policy.megatron_cfg.pipeline_model_parallel_size=2"), {}, ("megatron_pp",), (), 2

@@ -1,5 +1,7 @@
 """A job in place of training, and what settings it runs with."""
 
+import contextlib
+import json
 import sys
 import types
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.tools.rehearse import hosted_job
 from nemo_geomask.tools.rehearse.job_hooks import in_place_of_training
+from tests.tools.rehearse.test_plan import BASE
 
 
 @pytest.fixture
@@ -56,3 +59,46 @@ def test_a_key_is_read_if_the_code_has_it_as_a_string_or_a_field(tmp_path, monke
     assert hosted_job.reads_key(f"{prefix}vllm_cfg.kv_cache_dtype")
     assert hosted_job.reads_key(f"{prefix}vllm_kwargs.hf_overrides.head_dtype")
     assert not hosted_job.reads_key(f"{prefix}vllm_cfg.logprobs_mode")
+
+
+RAY = """ray.exceptions.RayTaskError(AssertionError): \x1b[36mray::Worker.get_logprobs()\x1b[39m (pid=28906)
+  File "/there/nemo_rl/models/megatron/data.py", line 1290, in pack
+    assert factor % minimum == 0, (
+AssertionError: make_sequence_length_divisible_by (1) is not a multiple of minimum_pad_factor (4).
+Please set policy.make_sequence_length_divisible_by to a multiple of 4.
+"""
+ERROR = {"kind": "error", "type": "RayTaskError(AssertionError)", "message": RAY, "traceback": RAY}
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "error"),
+    [
+        ([{"kind": "done"}], 0, ""),
+        ([ERROR], 1, "AssertionError: make_sequence_length_divisible_by (1) is not a multiple of "),
+        ([], 3, "the driver ended with status 3, and left no error"),
+        ([], None, "not done after 9 s"),
+    ],
+    ids=["done", "an error", "none", "a timeout"],
+)
+def test_an_error_of_a_worker_is_one_line_that_names_the_log(tmp_path, monkeypatch, events, status, error):
+    pytest.importorskip("hydra", reason="overrides are Hydra's")
+    folder, recipe, script = tmp_path / "job", tmp_path / "recipe.yaml", tmp_path / "examples" / "run_grpo.py"
+    recipe.write_text(BASE, encoding="utf-8")
+    script.parent.mkdir()
+    script.touch()
+
+    def run(command, **how):
+        (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        return status
+
+    monkeypatch.setattr(hosted_job, "nemo_rl_checkout", lambda: tmp_path)
+    monkeypatch.setattr(hosted_job, "supervised", run)
+    monkeypatch.setattr(hosted_job, "launch_environment", lambda *arguments, **how: contextlib.nullcontext({}))
+    job = hosted_job.HostedJob("made_job:run", tmp_path / "job.json")
+    outcome = hosted_job.run_job(recipe, [], job, folder=folder, timeout=9.0)
+    assert outcome.error.startswith(error)
+    assert outcome.is_timeout == (status is None)
+    if error:
+        assert outcome.error.splitlines() == [outcome.error]
+        assert outcome.error.endswith(f"; the log is {folder / 'log.txt'}")
+        assert "\x1b" not in outcome.error
