@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 from nemo_geomask.errors import ArgumentError, DataError, RanksDisagreeError, ShapeError
 from nemo_geomask.parallel import linear_logprobs, vocab_parallel_logprobs
+from nemo_geomask.parallel.linear import TILE_BYTES
 from nemo_geomask.parallel.local_processes import run_ranks
+from nemo_geomask.parallel.logit_tiles import TileBuffer, iterate_tiles, to_product_dtype
 from tests.helpers.linear import by_loops, case, check, ours
 from tests.helpers.logprobs import IGNORE
 from tests.helpers.memory import peak_memory
@@ -30,7 +32,7 @@ def test_equals_loops(shape, temperature, tile_bytes):
 
 @pytest.mark.parametrize("tile_bytes", [777, 1 << 20])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("softcap", [None, 3.0, 0.5])
 @pytest.mark.parametrize("valid", [None, 30])
 def test_bias_softcap_and_padded_vocabulary(bias, softcap, valid, tile_bytes):
     problem = case(1)
@@ -192,11 +194,65 @@ def test_the_gradient_of_a_half_precision_bias_is_summed_in_float32(dtype):
 
 def test_hidden_states_of_another_type_are_taken_as_the_layer_would():
     problem = case(12, dtype=torch.bfloat16)
-    wide = problem.hidden.float().requires_grad_()
+    wide = (1.001 * problem.hidden.float()).requires_grad_()  # more digits than bfloat16 has
     logp = linear_logprobs(wide, problem.weight, problem.targets)
     logp.sum().backward()
     assert wide.grad.dtype == torch.float32
-    assert torch.equal(logp.detach(), linear_logprobs(problem.hidden, problem.weight, problem.targets))
+    assert torch.equal(logp.detach(), linear_logprobs(wide.detach().bfloat16(), problem.weight, problem.targets))
+
+
+def test_matrix_products_are_in_float32_where_a_cpu_is_slow():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert to_product_dtype(torch.ones(2, 3, dtype=dtype)).dtype == torch.float32
+    assert to_product_dtype(torch.ones(2, 3, dtype=torch.float64)).dtype == torch.float64
+
+
+# Rows, columns, weight of another type, tile_bytes; then the side that is divided, and the length of its steps. A tile
+# has the whole shorter side, which counts as the next power of two, and 4 bytes for each logit.
+TILE_SIZES = {
+    "multiples of 256 columns": (100, 1000, False, 4 * 128 * 600, "columns", 512),
+    "exactly two multiples": (100, 1000, False, 4 * 128 * 512, "columns", 512),
+    "of rows": (1000, 100, False, 4 * 128 * 600, "rows", 512),
+    "fewer than 256": (100, 1000, False, 4 * 128 * 100, "columns", 100),
+    "at least one": (100, 1000, False, 1, "columns", 1),
+    "no more than there are": (100, 1000, False, 1 << 30, "columns", 1000),
+    "a square by columns": (300, 300, False, 4 * 512 * 100, "columns", 100),
+    "a power of two": (128, 1000, False, 4 * 128 * 512, "columns", 512),
+    "one more than a power of two": (129, 1000, False, 4 * 256 * 512, "columns", 512),
+    "with two copies of the weight's rows": (100, 1000, True, 4 * (128 + 2 * 64) * 512, "columns", 512),
+    "of rows, with the weight copied once": (1000, 100, True, 4 * 128 * 512, "rows", 512),
+}
+
+
+@pytest.mark.parametrize("name", TILE_SIZES)
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_tile_has_the_size_that_it_was_given(name, backward):
+    rows, columns, is_converted, tile_bytes, divided, step = TILE_SIZES[name]
+    weight = torch.ones(columns, 64, dtype=torch.bfloat16 if is_converted else torch.float32)
+    buffer = TileBuffer()
+    options = {"valid_columns": columns, "tile_bytes": tile_bytes, "softcap": None, "backward": backward}
+    starts = []
+    for tile in iterate_tiles(torch.ones(rows, 64), weight, None, buffer, **options):
+        starts.append(getattr(tile, divided).start)
+        whole = tile.rows if divided == "columns" else tile.columns
+        assert whole == slice(0, min(rows, columns))
+        # What the backward pass has overwritten is no tile of a forward pass any more.
+        assert buffer.start == (None if backward else starts[-1])
+    assert sorted(starts) == list(range(0, max(rows, columns), step))
+    assert starts == sorted(starts, reverse=backward)
+    assert len(buffer.memory) == min(rows, columns) * step
+
+
+def test_the_size_of_a_tile_is_by_default_that_of_the_device(monkeypatch):
+    problem = case(22)
+    products = []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, **more: (products.append(b.shape), mm(a, b, **more))[1])
+    for size, is_divided in ((300, True), (1 << 20, False)):
+        monkeypatch.setitem(TILE_BYTES, "cpu", size)
+        products.clear()
+        linear_logprobs(problem.hidden, problem.weight, problem.targets)
+        assert (len(products) > 1) == is_divided
 
 
 def test_same_bits_every_time():
@@ -243,14 +299,35 @@ def test_float32_copies_count_as_part_of_the_tile():
     [
         ({"hidden": torch.zeros(13, 7)}, ShapeError, r"hidden must be \[\.\.\., H\], weight \[V/TP, H\].*\[13, 7\]"),
         ({"weight": torch.zeros(37)}, ShapeError, r"weight \[V/TP, H\]"),
-        ({"targets": torch.zeros(12, dtype=torch.int64)}, ShapeError, r"the same leading shape.*\[12\]"),
+        ({"hidden": torch.zeros(8)}, ShapeError, r"hidden must be \[\.\.\., H\].*\[8\]"),
+        ({"targets": torch.zeros(12, dtype=torch.int64)}, ShapeError, r"the same leading shape.* and \[12\]$"),
+        *(
+            ({name: [0.0]}, ShapeError, f"^{name} must be a tensor, but it is a list")
+            for name in ("hidden", "weight", "targets", "bias", "main_grad")
+        ),
         ({"targets": torch.zeros(13)}, ShapeError, "targets int64"),
         ({"hidden": torch.zeros(13, 8, dtype=torch.int64)}, ShapeError, "must be floating point"),
         ({"bias": torch.zeros(36)}, ShapeError, r"bias must be floating point \[37\]"),
         ({"main_grad": torch.zeros(37, 8, dtype=torch.bfloat16)}, ShapeError, r"main_grad must be float32 \[37, 8\]"),
         ({"weight": torch.zeros(37, 8, device="meta")}, ShapeError, "hidden is on cpu, weight is on meta; move them"),
         ({"bias": torch.zeros(37, device="meta")}, ShapeError, "hidden is on cpu, bias is on meta; move them"),
+        (
+            {"weight": torch.zeros(37, 8, device="meta"), "bias": torch.zeros(37, device="meta")},
+            ShapeError,
+            "hidden is on cpu, weight is on meta, bias is on meta; move them",
+        ),
+        (
+            {
+                "hidden": torch.zeros(13, 8, device="meta"),
+                "weight": torch.zeros(37, 8, device="meta"),
+                "targets": torch.zeros(13, dtype=torch.int64, device="meta"),
+            },
+            ShapeError,
+            "must be on one device that holds data, but hidden is on meta; move them",
+        ),
         ({"temperature": 0.0}, ArgumentError, "temperature must be above 0"),
+        ({"softcap": 0.0}, ArgumentError, "softcap must be above 0"),
+        ({"softcap": math.inf}, ArgumentError, "softcap must be above 0 and finite"),
         ({"softcap": -1.0}, ArgumentError, "softcap must be above 0"),
         ({"tile_bytes": 0}, ArgumentError, "tile_bytes must be above 0"),
         ({"vocab_size": 38}, ArgumentError, "vocab_size must be from 1 to the 37"),
@@ -354,6 +431,9 @@ def _disagreeing(rank, world):
     columns = slice(8 * rank, 8 * rank + 8)
     with pytest.raises(RanksDisagreeError, match="are not rank 0's"):
         linear_logprobs(problem.hidden, problem.weight[columns], targets, group=dist.group.WORLD)
+    options = {"group": dist.group.WORLD, "sequence_parallel": True}
+    with pytest.raises(ShapeError, match=r"and \[13\]; under sequence_parallel targets are 2 times as long$"):
+        linear_logprobs(problem.hidden, problem.weight[columns], targets, **options)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from nemo_geomask.errors import MissingDependencyError
 from nemo_geomask.tools.diagnose.bin_rates import BinRates, format_ratio_interval
@@ -166,6 +167,37 @@ def test_a_cycle_is_found_with_its_length_and_phases():
     level_values = [value - slope * step - level for step, value in enumerate(values)]
     means = [statistics.fmean(level_values[phase::3]) for phase in range(3)]
     assert period.times == pytest.approx(math.exp(max(means) - min(means)), rel=1e-9)
+
+
+def chance_of_alternation(values, lengths):
+    """Probability, over all lengths, that noise alternates as strongly: an F test after removal of a trend."""
+    count = len(values)
+    slope, level = np.polyfit(range(count), values, 1)
+    rest = [value - slope * step - level for step, value in enumerate(values)]
+    means = [statistics.fmean(rest[phase::2]) for phase in range(2)]
+    within = sum((value - means[step % 2]) ** 2 for step, value in enumerate(rest)) / (count - 3)
+    between = sum(means[step % 2] ** 2 for step in range(count))
+    return scipy.stats.f.sf(between / within, 1, count - 3) * lengths
+
+
+def test_a_cycle_is_found_from_the_strength_on_that_noise_seldom_has():
+    noise_of_steps = drawn(12, 0.3, seed=3)
+
+    def alternating(size):
+        return [value + size * (step % 2) for step, value in enumerate(noise_of_steps)]
+
+    low, high = 0.0, 20.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if chance_of_alternation(alternating(middle), 3) < 1e-5 else (middle, high)
+    assert find_period(alternating(1.01 * high), range(12), 0.05).steps == 2
+    assert find_period(alternating(0.99 * high), range(12), 0.05) is None
+
+
+def test_a_cycle_must_be_repeated_three_times():
+    assert find_period([0.0, 3.0, 3.0, 0.0] * 3, range(12), 0.05).steps == 4
+    values = ([0.0, 3.0, 0.0, -3.0] * 3)[:11]  # 2.75 times, and so strong that three would be found
+    assert find_period(values, range(11), 0.05) is None
 
 
 def test_no_cycle_without_one():

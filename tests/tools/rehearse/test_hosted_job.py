@@ -11,7 +11,7 @@ import pytest
 from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.tools.rehearse import hosted_job
 from nemo_geomask.tools.rehearse.job_hooks import in_place_of_training
-from tests.tools.rehearse.test_plan import BASE
+from tests.tools.rehearse.base_recipe import BASE
 
 
 @pytest.fixture
