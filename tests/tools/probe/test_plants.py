@@ -1,8 +1,10 @@
 """Planted causes are found and explain the mismatch; nothing is found where nothing was planted.
 
-NeMo-RL's engine worker runs vLLM; see :mod:`tests.tools.probe.one_process` for what stands in for the rest.
+NeMo-RL's engine worker runs vLLM; see :mod:`tests.tools.probe.one_process` for what stands in for the rest. Causes in
+the layout of the trainer are planted in all of NeMo-RL's workers, and take about ten minutes each.
 """
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,7 +18,7 @@ pytest.importorskip("nemo_geomask.tools.rehearse", reason="its stand-ins run NeM
 from nemo_geomask.recipe import nemo_rl_root
 from nemo_geomask.tools.rehearse.launch_environment import supports_fp8_cache
 from tests.tools.probe.one_process import MISSING
-from tests.tools.probe.planted_probes import FP8_CACHE, PLANTS
+from tests.tools.probe.planted_probes import FP8_CACHE, PLANTS, STARTED_PLANTS
 
 ROOT = nemo_rl_root()
 PACKAGE = Path(__file__).parents[3]
@@ -32,23 +34,33 @@ pytestmark = [
 ]
 
 
+def run_plants(folder, path, *arguments):
+    """Results of the script by name of the plant, and the end of what it wrote."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tools.probe.planted_probes", str(folder), *arguments],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = (folder / "found.jsonl").read_text().splitlines() if (folder / "found.jsonl").is_file() else []
+    return {content["plant"]: content for content in map(json.loads, found)}, done.stderr[-3000:]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """All plants in one process, whose shims have to be in place before torch is imported."""
     folder = tmp_path_factory.mktemp("plants")
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(SITE)
-    path = os.pathsep.join(map(str, (folder / "site", PACKAGE, ROOT)))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.tools.probe.planted_probes", str(folder), "", "one-process"],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    found = (folder / "found.jsonl").read_text().splitlines() if (folder / "found.jsonl").is_file() else []
-    assert len(found) == len(PLANTS), done.stderr[-3000:]
-    return {content["plant"]: content for content in map(json.loads, found)}
+    found, output = run_plants(folder, (folder / "site", PACKAGE, ROOT), "", "one-process")
+    assert len(found) == len(PLANTS), output
+    return found
 
 
 @pytest.mark.parametrize("name", [name for name, plant in PLANTS.items() if isinstance(plant.expected, tuple)])
@@ -76,3 +88,21 @@ def test_faults_of_the_code_are_found_by_their_check(name, results):
 def test_a_key_that_this_nemo_rl_ignores_is_not_effective(results):
     """NeMo-RL reads ``kv_cache_dtype`` with ``precision: fp8`` alone."""
     assert results["nothing"]["others"]["kv_cache_dtype"] == "not effective"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None and not (ROOT and (ROOT / "3rdparty").is_dir()),
+    reason="the trainer is Megatron",
+)
+@pytest.mark.parametrize("name", STARTED_PLANTS)
+def test_causes_in_the_trainers_layout_are_found(name, tmp_path):
+    found, output = run_plants(tmp_path, (PACKAGE,), name)
+    assert name in found, output
+    result = found[name]
+    assert "error" not in result, result["error"]
+    assert result["faults"] == []
+    by_switch = {switch: (verdict, share, is_confirmed) for switch, verdict, share, is_confirmed in result["found"]}
+    assert set(by_switch) == set(STARTED_PLANTS[name].expected)
+    if by_switch:
+        assert sum(share for _, share, _ in by_switch.values()) > 0.8
+        assert all(is_confirmed for _, _, is_confirmed in by_switch.values())
