@@ -323,7 +323,8 @@ def _parallel_sizes(facts: RecipeFacts, layout: Layout, full: Layout, gpus: bool
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
         key = f"policy.generation.vllm_cfg.{name}"
         before = int(facts.number(key) or 1)
-        now = before if gpus and layout.ranks % before == 0 else 1
+        # An engine beside the trainer has one GPU here.
+        now = before if gpus and is_colocated(facts) and layout.ranks % before == 0 else 1
         if before != now:
             yield Change(key, now, before, "ranks" if gpus else "one process samples on CPUs")
     yield Change("cluster.num_nodes", 1 + _has_teacher(facts), facts.get("cluster.num_nodes"))
@@ -361,6 +362,10 @@ def _model_parallel_sizes(facts: RecipeFacts, model: str, full: Layout, layout: 
     tp = int(facts.number(f"{megatron}.expert_tensor_parallel_size") or 1)
     if tp > layout.tp:
         yield Change(f"{megatron}.expert_tensor_parallel_size", layout.tp, tp, "ranks")
+    dispatcher = f"{megatron}.moe_token_dispatcher_type"
+    if gpus and facts.get(dispatcher) == "flex" and layout.tp * layout.ep == 1:
+        yield Change(dispatcher, "alltoall", "flex", "flex needs several ranks for experts")
+        yield Change(f"{megatron}.moe_enable_deepep", False, facts.get(f"{megatron}.moe_enable_deepep"))
     if facts.is_true(f"{megatron}.sequence_parallel") and layout.tp == 1:
         yield Change(f"{megatron}.sequence_parallel", False, True, "needs TP above 1")
 

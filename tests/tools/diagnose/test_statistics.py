@@ -169,7 +169,7 @@ def test_a_cycle_is_found_with_its_length_and_phases():
     assert period.times == pytest.approx(math.exp(max(means) - min(means)), rel=1e-9)
 
 
-def chance_of_alternation(values, lengths):
+def chance_of_alternation(values, lengths, min_noise):
     """Probability, over all lengths, that noise alternates as strongly: an F test after removal of a trend."""
     count = len(values)
     slope, level = np.polyfit(range(count), values, 1)
@@ -177,11 +177,12 @@ def chance_of_alternation(values, lengths):
     means = [statistics.fmean(rest[phase::2]) for phase in range(2)]
     within = sum((value - means[step % 2]) ** 2 for step, value in enumerate(rest)) / (count - 3)
     between = sum(means[step % 2] ** 2 for step in range(count))
-    return scipy.stats.f.sf(between / within, 1, count - 3) * lengths
+    return scipy.stats.f.sf(between / max(within, min_noise**2), 1, count - 3) * lengths
 
 
-def test_a_cycle_is_found_from_the_strength_on_that_noise_seldom_has():
-    noise_of_steps = drawn(12, 0.3, seed=3)
+@pytest.mark.parametrize(("scale", "min_noise"), [(0.3, 0.05), (0.01, 0.2)])
+def test_a_cycle_is_found_from_the_strength_on_that_noise_seldom_has(scale, min_noise):
+    noise_of_steps = drawn(12, scale, seed=3)
 
     def alternating(size):
         return [value + size * (step % 2) for step, value in enumerate(noise_of_steps)]
@@ -189,9 +190,9 @@ def test_a_cycle_is_found_from_the_strength_on_that_noise_seldom_has():
     low, high = 0.0, 20.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (low, middle) if chance_of_alternation(alternating(middle), 3) < 1e-5 else (middle, high)
-    assert find_period(alternating(1.01 * high), range(12), 0.05).steps == 2
-    assert find_period(alternating(0.99 * high), range(12), 0.05) is None
+        low, high = (low, middle) if chance_of_alternation(alternating(middle), 3, min_noise) < 1e-5 else (middle, high)
+    assert find_period(alternating(1.01 * high), range(12), min_noise).steps == 2
+    assert find_period(alternating(0.99 * high), range(12), min_noise) is None
 
 
 def test_a_cycle_must_be_repeated_three_times():

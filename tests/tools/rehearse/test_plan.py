@@ -223,6 +223,23 @@ def test_kernels_of_cudas_are_replaced_and_said(planned):
     assert planned(*overrides, gpus=True)[1].get("policy.generation.vllm_kwargs.moe_backend") == "triton"
 
 
+def test_flex_dispatch_on_gpus_needs_several_ranks_for_experts(planned):
+    flex = ("++policy.megatron_cfg.moe_token_dispatcher_type=flex", "++policy.megatron_cfg.moe_enable_deepep=true")
+    experts = "++policy.megatron_cfg.expert_model_parallel_size=2"
+    sizes = "policy.megatron_cfg.tensor_model_parallel_size=1"
+    for ranks, dispatcher, deepep in ((1, "alltoall", False), (2, "flex", True)):
+        _, shrunk = planned(*MEGATRON, *flex, experts, sizes, ranks=ranks, gpus=True)
+        assert shrunk.get("policy.megatron_cfg.moe_token_dispatcher_type") == dispatcher
+        assert shrunk.get("policy.megatron_cfg.moe_enable_deepep") == deepep
+
+
+def test_an_engine_beside_the_trainer_has_one_gpu(planned):
+    beside = "policy.generation.colocated.enabled=false"
+    for overrides, size in (((), 4), ((beside,), 1)):
+        _, shrunk = planned(*MEGATRON, *overrides, ranks=4, gpus=True)
+        assert shrunk.get("policy.generation.vllm_cfg.tensor_parallel_size") == size
+
+
 def test_megatron_without_flex_dispatch_and_further_tokens(planned):
     flex = "++policy.megatron_cfg.moe_token_dispatcher_type=flex"
     _, shrunk = planned(*MEGATRON, flex, "++policy.megatron_cfg.mtp_num_layers=5")
