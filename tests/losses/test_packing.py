@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nemo_geomask.errors import DataError, ShapeError
-from nemo_geomask.losses.packing import IGNORE, pack_rows, predicted_tokens
+from nemo_geomask.losses.packing import IGNORE, check_rows, pack_rows, predicted_tokens
 from nemo_geomask.segments import PackedSegments
 
 ROWS, WIDTH = 3, 6
@@ -68,3 +68,42 @@ def test_misfits_are_named(call):
         pack({**DATA, "advantages": DATA["advantages"][:, 1:]})
     with pytest.raises(ShapeError, match="has 2 rows, but 3 sequences are packed"):
         pack({**DATA, "token_mask": DATA["token_mask"][:2], "input_ids": DATA["input_ids"][:2]})
+
+
+def rows(**changes):
+    """Two rows of four tokens, all trained; ``changes`` are values by name of the tensor and place."""
+    data = {
+        "input_ids": torch.arange(8).reshape(2, 4),
+        "token_mask": torch.ones(2, 4),
+        "sample_mask": torch.ones(2),
+    }
+    for name, at in changes.items():
+        for place, value in at.items():
+            data[name][place] = value
+    return data
+
+
+def test_trained_tokens_within_their_sequences_and_the_vocabulary_pass():
+    whole = torch.tensor([4, 4])
+    check_rows(rows(), lengths=whole, vocab_size=8)
+    # Nothing predicts the first token, and no other of these is trained.
+    check_rows(rows(input_ids={(0, 0): 99, (1, 0): -1}), lengths=whole, vocab_size=8)
+    check_rows(rows(input_ids={(1, 2): 99}, token_mask={(1, 2): 0.0}), lengths=whole, vocab_size=8)
+    check_rows(rows(sample_mask={1: 0.0}), lengths=torch.tensor([4, 2]), vocab_size=4)
+    check_rows(rows(token_mask={(0, 3): 0.0}), lengths=torch.tensor([3, 4]), vocab_size=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lengths", "message"),
+    [
+        ({"input_ids": {(0, 2): -1}}, [4, 4], "holds 1 trained tokens outside the vocabulary of 8, the first is -1"),
+        ({"input_ids": {(0, 2): 9, (1, 3): 8}}, [4, 4], "holds 2 trained tokens .* of 8, the first is 9"),
+        ({}, [4, 3], r"trains 1 tokens behind the end .* gives as \[4, 3\]"),
+        ({}, [2, 4], r"trains 2 tokens behind the end .* gives as \[2, 4\]"),
+        # The end of a sequence comes first: what lies behind it need not be a token.
+        ({"input_ids": {(0, 3): 9}}, [3, 4], "trains 1 tokens behind the end"),
+    ],
+)
+def test_trained_tokens_elsewhere_are_named(changes, lengths, message):
+    with pytest.raises(DataError, match=message):
+        check_rows(rows(**changes), lengths=torch.tensor(lengths), vocab_size=8)

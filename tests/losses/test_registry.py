@@ -162,7 +162,9 @@ def test_what_a_variant_reports_depends_on_settings_alone(monkeypatch, metrics):
     monkeypatch.setitem(globals(), "ODD", Variant(surrogate=fickle_loss))
     loss_fn = build_loss({"name": f"{__name__}:ODD", "metrics": metrics, "compile": False})
     if metrics == "full":
-        with pytest.raises(PluginError, match="ODD' reports .* numbers on this batch, but .* on a batch of one token"):
+        with pytest.raises(
+            PluginError, match="^loss_fn.name: .*ODD' reports .* numbers on this batch, but .* on a batch of one token"
+        ):
             evaluate(loss_fn, rollouts(1))
     else:
         assert math.isfinite(evaluate(loss_fn, rollouts(1)).loss)

@@ -31,7 +31,7 @@ class Equivalent(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """A function whose code runs only where mutation testing does not, as on a GPU or when a process is lost."""
+    """A function whose code runs only where mutation testing does not, as on a GPU; ``*`` for all of a file."""
 
     file: str
     function: str
@@ -84,7 +84,7 @@ class Mutant:
             return True
         mangled = self.name.rpartition("__mutmut_")[0].rpartition(".")[2]  # x_function, or xǁClassǁmethod
         function = mangled.removeprefix("x_").removeprefix("xǁ").replace("ǁ", ".")
-        if (self.file, function) in {entry[:2] for entry in exempt.functions}:
+        if {(self.file, function), (self.file, "*")} & {entry[:2] for entry in exempt.functions}:
             return True
         was, becomes = (_without_arguments(text, [entry.name for entry in exempt.arguments]) for text in self.change)
         return was == becomes
