@@ -4,7 +4,8 @@ An engine's prefill gives the input and output of every layer, attention, MLP an
 sequence twice by NeMo-RL's own call: as it is, which shows how the difference grows from layer to layer; and with the
 engine's inputs in place of its own at every operator (replay), which shows where it arises.
 
-Modules are found by the names that vLLM, Hugging Face, Automodel and Megatron use. What is not found is left out.
+Modules are found by the names that vLLM, Hugging Face, Automodel and Megatron use. What is not found is left out. A
+rank that has other tokens than the sequence's, or only some of them, compares nothing and says so.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from nemo_geomask.errors import EngineError
 
 __all__ = ["capture_engine", "compare_trainer", "stop_trainer", "watch_trainer"]
 
@@ -95,8 +98,9 @@ def _sum(hidden: Any, residual: Any) -> Any:
 
 # The engine's side
 
-# Of this process: what the hooks have kept, and the hooks.
+# Of this process: what the hooks have kept, the token ids of the trainer's pass, and the hooks.
 _captured: dict[str, list[Any]] = {}
+_ids: list[Any] = []
 _hooks: list[Any] = []
 
 
@@ -162,9 +166,11 @@ def watch_trainer(actor: Any, states: States, replay: bool) -> None:
         replay: give each operator the engine's input in place of its own.
     """
     _captured.clear()
+    _ids.clear()
     model = actor.model[0] if isinstance(actor.model, list | tuple) else actor.model
     while _child(model, _LAYERS) is None and hasattr(model, "module"):
         model = model.module  # Megatron's wrappers
+    _hooks.append(model.register_forward_pre_hook(_keep_ids, with_kwargs=True))
     operators = _operators(model)
     for name, module in operators.items():
         if name in states and type(module).__name__ not in _IDENTITIES:
@@ -180,6 +186,17 @@ def watch_trainer(actor: Any, states: States, replay: bool) -> None:
         _hooks.append(head.register_forward_pre_hook(before, with_kwargs=True))
 
 
+def _keep_ids(module: Any, args: Any, kwargs: Any) -> None:
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if ids is not None and not _ids:
+        _ids.append(ids.detach().reshape(-1).cpu())
+
+
+def _has_all_tokens(hidden: Any) -> bool:
+    """Return True if hidden states have a row for each token of the pass; under sequence parallelism they have not."""
+    return bool(_ids) and hidden.numel() == len(_ids[0]) * hidden.shape[-1]
+
+
 def _rows_first(hidden: Any, length: int) -> bool:
     """Return True for [rows, tokens, width], False for Megatron's [tokens, rows, width]."""
     return bool(hidden.dim() != 3 or hidden.shape[1] >= length)
@@ -188,7 +205,7 @@ def _rows_first(hidden: Any, length: int) -> bool:
 def _replace_input(state: Any) -> Callable[..., Any]:
     def replace(module: Any, args: Any, kwargs: Any) -> Any:
         hidden, _ = _hidden_input(args, kwargs)
-        if hidden is None:
+        if hidden is None or not _has_all_tokens(hidden):
             return None
         replaced = hidden.detach().clone()
         value = state.to(device=replaced.device, dtype=replaced.dtype)
@@ -214,11 +231,13 @@ def _keep_trainer(name: str, length: int) -> Callable[..., None]:
         if name.endswith("router"):
             # Indices of the chosen experts (Hugging Face), or a map of them (Megatron).
             chosen = next((each for each in outputs if not each.is_floating_point()), None)
-            if chosen is not None:
+            if chosen is not None and _has_all_tokens(chosen):
                 _captured[name] = [chosen.detach().reshape(-1, chosen.shape[-1])[:length].cpu().clone()]
             return
         result = outputs[0].detach()
         result = result.full_tensor() if hasattr(result, "full_tensor") else result
+        if not _has_all_tokens(result):
+            return
         if result.dim() == 3:
             result = result[0] if _rows_first(result, length) else result[:, 0]
         if len(result) >= length:
@@ -237,21 +256,36 @@ def stop_trainer(actor: Any) -> None:
         hook.remove()
     _hooks.clear()
     _captured.clear()
+    _ids.clear()
 
 
-def compare_trainer(actor: Any, states: States, experts: int) -> dict[str, float]:
+def compare_trainer(actor: Any, states: States, experts: int, sequence: Sequence[int]) -> dict[str, float]:
     """Return how the outputs of the trainer's operators differ from the engine's.
 
     Args:
         actor: NeMo-RL's training worker, in whose process this runs, after a watched pass.
         states: the engine's states.
         experts: number of experts that the engine chooses for a token; 0 for a dense model.
+        sequence: token ids of the sequence.
 
     Returns:
         By operator: the mean over tokens of ‖trainer − engine‖ / ‖engine‖; of a router the share of tokens with other
         experts.
+
+    Raises:
+        EngineError: this rank has other tokens, or some of them alone.
     """
     torch = importlib.import_module("torch")
+    if not _ids or _ids[0][: len(sequence)].tolist() != list(sequence):
+        raise EngineError(
+            "hidden states are not compared: a rank of the trainer has other tokens than the sequence, as context "
+            "parallelism leaves it parts of each"
+        )
+    if not _captured:
+        raise EngineError(
+            "hidden states are not compared: no operator of a rank of the trainer has all tokens of the sequence, as "
+            "sequence parallelism leaves it some of them"
+        )
     differences: dict[str, float] = {}
     for name, (output, *_) in _captured.items():
         expected = states[name][1]

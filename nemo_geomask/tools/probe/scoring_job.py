@@ -222,7 +222,7 @@ class Session:
             # The engine's prefill, with which the head is compared, ignores all three.
             with replaced_settings(workers, {"temperature": 1.0, "top_p": 1.0, "top_k": None}):
                 logprobs = self.policy.get_logprobs(data)["logprobs"]
-            answers = call_all(workers, layer_states.compare_trainer, reference, experts)
+            answers = call_all(workers, layer_states.compare_trainer, reference, experts, sequence["sequences"][0])
         finally:
             call_all(workers, layer_states.stop_trainer)
         # Each stage of a pipeline has layers of its own.

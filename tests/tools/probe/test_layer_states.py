@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_geomask.errors import EngineError
 from nemo_geomask.tools.probe import layer_states
 
 WIDTH, LAYERS, EXPERTS, TOP_K, LENGTH = 8, 3, 6, 2, 7
@@ -185,7 +186,7 @@ def differences(model, states, tokens, *, replay):
     layer_states.watch_trainer(actor, states, replay)
     with torch.no_grad():
         logits = model(batch)
-    found = layer_states.compare_trainer(actor, states, TOP_K)
+    found = layer_states.compare_trainer(actor, states, TOP_K, tokens.tolist())
     layer_states.stop_trainer(actor)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     return found, logits[0, :LENGTH]
@@ -287,21 +288,60 @@ def test_automodels_layers_are_a_dictionary_and_take_their_input_by_another_name
     assert {"1 layer", "1 attention", "1 router"} < set(found)
 
 
-def test_megatrons_layout_of_tokens_before_rows_is_read(weights, tokens):
-    states, _ = engine_states(weights, tokens)
-    model = trainer(weights)
-    batch = torch.zeros(2, LENGTH + 2, dtype=torch.long)
-    batch[:, :LENGTH] = tokens
+class TokensFirst(TrainerModel):
+    """As Megatron's: hidden states are [tokens, rows, width]; with ``share``, this rank has every second token."""
+
+    share = slice(None)
+
+    def forward(self, tokens):
+        hidden = self.model.embed(tokens.T)[self.share]
+        for layer in self.model.layers:
+            hidden = layer(hidden_states=hidden)
+        return self.lm_head(self.model.norm(hidden))
+
+
+def tokens_first(weights):
+    model = cast(weights, TokensFirst, TrainerLayer, TrainerMLP, TrainerRouter)
     for layer in model.model.layers:
         layer.self_attn.forward = lambda hidden_states, own=layer.self_attn: Attention.forward(own, hidden_states, 0)
+    return model
+
+
+def test_megatrons_layout_of_tokens_before_rows_is_read(weights, tokens):
+    states, _ = engine_states(weights, tokens)
     for replay in (False, True):
-        layer_states.watch_trainer(SimpleNamespace(model=[model]), states, replay)
-        with torch.no_grad():
-            model(batch.T)
-        found = layer_states.compare_trainer(None, states, TOP_K)
-        layer_states.stop_trainer(None)
+        found, _ = differences(tokens_first(weights), states, tokens, replay=replay)
         assert max(value for name, value in found.items() if "router" not in name) < 1e-6
         assert len(found) >= 5 * LAYERS
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_rank_with_other_tokens_compares_nothing(replay, weights, tokens):
+    """Context parallelism gives each rank parts of every sequence."""
+    states, _ = engine_states(weights, tokens)
+    actor, batch = SimpleNamespace(model=trainer(weights)), torch.cat([tokens[:2], tokens[5:], tokens]).unsqueeze(0)
+    layer_states.watch_trainer(actor, states, replay)
+    with torch.no_grad():
+        actor.model(batch)
+    with pytest.raises(EngineError, match="has other tokens than the sequence, as context parallelism"):
+        layer_states.compare_trainer(actor, states, TOP_K, tokens.tolist())
+    layer_states.stop_trainer(actor)
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_rank_with_some_of_the_hidden_states_compares_nothing(replay, weights, tokens):
+    """Sequence parallelism: the rank has all token ids, and every second hidden state of two long rows."""
+    states, _ = engine_states(weights, tokens)
+    model = tokens_first(weights)
+    model.share = slice(None, None, 2)
+    actor, batch = SimpleNamespace(model=[model]), torch.zeros(2, 4 * LENGTH, dtype=torch.long)
+    batch[:, :LENGTH] = tokens
+    layer_states.watch_trainer(actor, states, replay)
+    with torch.no_grad():
+        model(batch)
+    with pytest.raises(EngineError, match="has all tokens of the sequence, as sequence parallelism"):
+        layer_states.compare_trainer(actor, states, TOP_K, tokens.tolist())
+    layer_states.stop_trainer(actor)
 
 
 def test_layers_of_a_later_pipeline_stage_keep_their_numbers(weights, tokens):

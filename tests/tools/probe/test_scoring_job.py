@@ -145,7 +145,7 @@ def test_adapters_get_values_once_and_a_refit_that_loses_them_is_seen(session, m
 def test_watched_passes_score_without_temperature_and_filters_as_prefill_does(session, monkeypatch):
     monkeypatch.setattr(layer_states, "capture_engine", lambda actor, sequence: {"final norm": []})
     monkeypatch.setattr(layer_states, "watch_trainer", lambda actor, states, replay: None)
-    monkeypatch.setattr(layer_states, "compare_trainer", lambda actor, states, experts: {"final norm": 0.0})
+    monkeypatch.setattr(layer_states, "compare_trainer", lambda actor, states, experts, sequence: {"final norm": 0.0})
     monkeypatch.setattr(layer_states, "stop_trainer", lambda actor: None)
     configuration = SimpleNamespace(hf_text_config=SimpleNamespace(num_experts_per_tok=None))
     engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=configuration))
