@@ -30,6 +30,11 @@ def test_repr_shows_name_and_settings():
     assert repr(build_loss({})) == "PolicyLoss(name='clipped_pg')"
 
 
+def test_a_loss_says_whether_nemo_rl_fuses_the_log_probs():
+    assert build_loss({}).use_fused_linear_logprobs is False
+    assert build_loss({}, use_fused_linear_logprobs=True).use_fused_linear_logprobs is True
+
+
 @pytest.mark.parametrize("name", ["global_valid_seqs", "global_valid_toks"])
 @pytest.mark.parametrize(
     "wrong", [-1.0, math.nan, math.inf, True, "3", None, torch.ones(2), torch.tensor(True)], ids=str
