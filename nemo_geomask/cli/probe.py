@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_PROMPTS", "EXIT_STATUS", "add_arguments", "check_supported", "probe_recipe", "run"]
 
 EXIT_STATUS = {
-    0: "the mismatch is explained, or there is none",
-    1: "a check found a fault, or no switch explains the mismatch, or the budget ended before all were tried",
+    0: "a switch accounts for some of the mismatch, or there is none",
+    1: "a check found a fault, no switch accounts for the mismatch (on other prompts, too), the scores are not "
+    "repeatable, or the budget ended before all were tried",
     2: "a mistake in the arguments, a recipe that can't be read, no NeMo-RL; the recipe's own settings can't be scored",
 }
 DEFAULT_PROMPTS = 24
@@ -158,9 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(as_text(result)))
         if arguments.json is not None:
             arguments.json.write_text(content + "\n", encoding="utf-8")
-    ledger = result.ledger
-    is_answered = not ledger.has_mismatch or bool(ledger.culprits)
-    return 0 if is_answered and ledger.is_complete and not result.faults else 1
+    return 0 if result.is_answered and result.ledger.is_complete and not result.faults else 1
 
 
 def probe_recipe(
@@ -194,7 +193,7 @@ def probe_recipe(
     """
     from nemo_geomask.recipe import read_recipe
     from nemo_geomask.tools.probe.probe_folder import describe_probe, dotted_settings, prepare_folder
-    from nemo_geomask.tools.probe.probe_run import BATCH_TOKENS, choose_switches, probe
+    from nemo_geomask.tools.probe.probe_run import ADAPTER_KEYS, BATCH_TOKENS, choose_switches, probe
     from nemo_geomask.tools.probe.scoring_job import FUNCTION
     from nemo_geomask.tools.rehearse.hosted_job import reads_key, values_in_force
     from nemo_geomask.tools.rehearse.job_session import JobSession
@@ -205,10 +204,11 @@ def probe_recipe(
 
     folder = folder.resolve()
     names = ("temperature", "top_p", "top_k", "colocated.enabled")
-    more_keys = [f"policy.generation.{name}" for name in names] + [_ASYNC, _REPLAY, _MEGATRON]
-    keys = [*(key for switch in mismatch_switches() for key in (switch.key, *switch.also)), *more_keys, *BATCH_TOKENS]
+    more_keys = [*(f"policy.generation.{name}" for name in names), *ADAPTER_KEYS, _ASYNC, _REPLAY, _MEGATRON]
+    of_switches = [key for switch in mismatch_switches() for key in (switch.key, *switch.also, *switch.keeps)]
+    keys = [*of_switches, *more_keys, *BATCH_TOKENS]
     recipe_settings = dotted_settings(read_recipe(recipe, overrides, leave=("data", "env")).data)
-    values, replaced = values_in_force(recipe, overrides, [*keys, *recipe_settings], ranks=ranks)
+    values, replaced, unprobed = values_in_force(recipe, overrides, [*keys, *recipe_settings], ranks=ranks)
     check_supported(values)
     chosen, untried_rows = choose_switches(
         *(values, replaced),
@@ -229,6 +229,7 @@ def probe_recipe(
             generations=_GENERATIONS,
             budget=budget,
             replaced=replaced,
+            unprobed=unprobed,
             # On GPUs a former engine may leave memory behind, and engines of several processes start anew.
             replaces_engines=not has_gpus() and bool(values.get("policy.generation.colocated.enabled", True)),
             progress=lambda line: print(f"probe: {line}", file=sys.stderr, flush=True),

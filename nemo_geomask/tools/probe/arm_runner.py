@@ -189,9 +189,11 @@ class ArmRunner:
             self._together[engine, trainer] = answer
 
     def _settings_of_arms(self, arms: Arm) -> dict[str, Any]:
-        """Return the settings of arms by dotted key."""
-        chosen = (switch.settings(self._values) for id_, switch in self._switches.items() if id_ in arms)
-        return {key: value for settings in chosen for key, value in settings.items()}
+        """Return the settings of arms by dotted key; what is taken out comes before what is set below it."""
+        chosen = [switch for id_, switch in self._switches.items() if id_ in arms]
+        chosen.sort(key=lambda switch: switch.value != {})
+        steps = [switch.kept(self._values) for switch in chosen] + [switch.settings(self._values) for switch in chosen]
+        return {key: value for settings in steps for key, value in settings.items()}
 
     def _replaced(self, name: str, values: Mapping[str, Any]) -> Start:
         """Return a start of an engine in place of that of the baseline's workers."""

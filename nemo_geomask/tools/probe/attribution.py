@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from nemo_geomask.tools.probe.arm_runner import NOTHING, SIDES, Arm, ArmRunner, Side
@@ -29,25 +30,34 @@ def attribute_mismatch(
     switches: Sequence[MismatchSwitch],
     values: Mapping[str, Any],
     untried_rows: Sequence[LedgerRow] = (),
+    replaced: Mapping[str, Any] = MappingProxyType({}),
 ) -> Ledger:
     """Run the arms that are needed, and return the ledger.
 
     Args:
         runner: runs arms; it has scored the baseline.
         switches: switches to try.
-        values: the recipe's values of their keys.
+        values: values that are in force, by dotted key.
         untried_rows: rows of switches that are not tried.
+        replaced: the recipe's own values of those keys that have another one here.
     """
-    return _Search(runner, switches, values).ledger(untried_rows)
+    return _Search(runner, switches, values, replaced).ledger(untried_rows)
 
 
 class _Search:
     """Search for the switches behind a mismatch."""
 
-    def __init__(self, runner: ArmRunner, switches: Sequence[MismatchSwitch], values: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        runner: ArmRunner,
+        switches: Sequence[MismatchSwitch],
+        values: Mapping[str, Any],
+        replaced: Mapping[str, Any],
+    ) -> None:
         self._runner = runner
         self._switches = switches
         self._values = values
+        self._replaced = replaced
         self._explored = ~runner.tokens.is_fresh
         self._prompts = runner.tokens.prompts
 
@@ -166,9 +176,12 @@ class _Search:
 
     def _row(self, switch: MismatchSwitch) -> LedgerRow:
         """Return the row of a switch, with its change and without its verdict."""
-        settings = switch.settings(self._values)
-        also = {key: value for key, value in settings.items() if key != switch.key}
-        row = LedgerRow(switch, self._values.get(switch.key), "undecided", also=also)
+        recipe = {**self._values, **self._replaced}
+        also = {
+            key: value for key, value in {**switch.kept(recipe), **switch.settings(recipe)}.items() if key != switch.key
+        }
+        ran = self._values.get(switch.key) if switch.key in self._replaced else None
+        row = LedgerRow(switch, recipe.get(switch.key), "undecided", ran=ran, also=also)
         if switch.cost == "request":
             return self._request_row(row)
         if switch.side == "both":
@@ -214,10 +227,16 @@ class _Search:
         return self._with_change(row, self._requested(switch))
 
     def _requested(self, switch: MismatchSwitch) -> Any:
-        """Return the mismatch with the requests of a switch, on each side that it changes."""
+        """Return the mismatch with the requests of a switch, on each side that it changes.
+
+        A temperature T divides the differences of logits, those of rounding too. Where both sides have T, 1 in its
+        place would hide them; so the mismatch at 1 is divided by T.
+        """
         requests = {side: switch.id if side in _sides_of(switch) else BASE for side in SIDES}
         logprobs = self._runner.logprobs(NOTHING, requests["trainer"])
-        return self._runner.tokens.signed(logprobs - self._runner.decode(NOTHING, requests["engine"]))
+        delta = self._runner.tokens.signed(logprobs - self._runner.decode(NOTHING, requests["engine"]))
+        scale = self._values.get(switch.key) if switch.id == "temperature" else None
+        return delta / scale if scale and isinstance(scale, int | float) else delta
 
     def _with_change(self, row: LedgerRow, after: Any) -> LedgerRow:
         before = self._runner.delta(NOTHING, NOTHING)

@@ -278,13 +278,11 @@ def compare_trainer(actor: Any, states: States, experts: int, sequence: Sequence
     torch = importlib.import_module("torch")
     if not _ids or _ids[0][: len(sequence)].tolist() != list(sequence):
         raise EngineError(
-            "hidden states are not compared: a rank of the trainer has other tokens than the sequence, as context "
-            "parallelism leaves it parts of each"
+            "a rank of the trainer has other tokens than the sequence, as context parallelism leaves it parts of each"
         )
     if not _captured:
         raise EngineError(
-            "hidden states are not compared: no operator of a rank of the trainer has all tokens of the sequence, as "
-            "sequence parallelism leaves it some of them"
+            "no operator of a rank of the trainer has all tokens of the sequence, as under sequence parallelism"
         )
     differences: dict[str, float] = {}
     for name, (output, *_) in _captured.items():

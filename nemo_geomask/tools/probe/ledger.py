@@ -55,6 +55,7 @@ class LedgerRow:
     Attributes:
         switch: the switch.
         was: the recipe's value; None if it has none.
+        ran: the value of the baseline, where a smaller machine replaced the recipe's.
         also: values that had to change with it, by dotted key.
         verdict: see :data:`Verdict`.
         note: reason of the verdict, where numbers don't give it.
@@ -73,6 +74,7 @@ class LedgerRow:
     was: Any
     verdict: Verdict
     note: str = ""
+    ran: Any = None
     also: Mapping[str, Any] = field(default_factory=dict)
     differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     after: Gap | None = None
@@ -113,10 +115,32 @@ class Ledger:
 
     @property
     def has_mismatch(self) -> bool:
-        """True if the baseline's k3 is beyond :data:`NEGLIGIBLE_K3` and the noise floor."""
-        return self.baseline.k3 > max(NEGLIGIBLE_K3, self.floor)
+        """True if the baseline's k3 is beyond :data:`NEGLIGIBLE_K3`."""
+        return self.baseline.k3 > NEGLIGIBLE_K3
+
+    @property
+    def noise(self) -> float:
+        """Mean k3 between the sides that noise alone would make, by what repetitions of the same scores differ.
+
+        Two passes of one side differ by twice its noise. Another order of the rows is no repetition: it changes the
+        rounding, and not by chance.
+        """
+        largest = {
+            side: max((each.k3 for name, each in self.repetitions.items() if _repeats(side, name)), default=0.0)
+            for side in ("engine", "trainer")
+        }
+        return sum(largest.values()) / 2
+
+    @property
+    def is_within_noise(self) -> bool:
+        """True if there is a mismatch, and at least half of it is noise."""
+        return self.has_mismatch and max(self.noise, self.floor / 2) >= self.baseline.k3 / 2
 
     @property
     def culprits(self) -> tuple[LedgerRow, ...]:
         """Rows of switches that explain the mismatch or contribute to it, the largest share first."""
         return tuple(row for row in self.rows if row.verdict in ("explains", "contributes"))
+
+
+def _repeats(side: str, name: str) -> bool:
+    return name.startswith(side) and not name.endswith("other order")

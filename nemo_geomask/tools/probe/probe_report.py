@@ -41,12 +41,24 @@ def sentence(result: ProbeResult) -> str:
     size = f"k3 {ledger.baseline.k3:.3g} nats a token"
     if not ledger.has_mismatch:
         return f"There is no mismatch to explain: {size}."
+    if ledger.is_within_noise:
+        return (
+            f"The scores are not repeatable: of the mismatch of {size}, noise makes up to "
+            f"{max(ledger.noise, ledger.floor):.3g}; see the gaps of each side with its repetitions."
+        )
     if not ledger.culprits:
         tried = sum(row.change is not None for row in ledger.rows)
         rest = "" if ledger.is_complete else "; the budget ended before all were tried"
         return f"None of the {tried} switches that were tried explains the mismatch of {size}{rest}."
-    parts = [f"{row.switch.title} ({row.switch.key}) {_percent(row.share)}" for row in ledger.culprits[:3]]
-    return f"Of the mismatch of {size}, these account for: {'; '.join(parts)}."
+    parts = [
+        f"{row.switch.title} ({row.switch.key}) {_percent(row.share)}"
+        + (", which other prompts do not confirm" if row.is_confirmed is False else "")
+        for row in ledger.culprits[:3]
+    ]
+    left = (
+        "" if ledger.all_conservative is None else f" All conservative values leave {ledger.all_conservative.k3:.3g}."
+    )
+    return f"Of the mismatch of {size}, these account for: {'; '.join(parts)}.{left}"
 
 
 def recipe_lines(result: ProbeResult) -> list[str]:
@@ -68,6 +80,16 @@ def _override(key: str, value: Any) -> str:
     return f"~{key}" if value == {} else f"++{key}={as_yaml(value)}"
 
 
+def _notes(row: LedgerRow) -> list[str]:
+    """Return what a row's cells don't say: why there are no numbers, and what else was changed."""
+    notes = [row.note] if row.note else []
+    if row.change is not None and row.also:
+        notes.append("together with " + ", ".join(f"{key}: {as_yaml(value)}" for key, value in row.also.items()))
+    if row.change is not None and row.ran is not None:
+        notes.append(f"the probe ran with {as_yaml(row.ran)} in place of the recipe's {as_yaml(row.was)}")
+    return [f"{row.switch.id}: {note}" for note in notes]
+
+
 def as_text(result: ProbeResult) -> list[str]:
     """Return the lines for the terminal."""
     ledger = result.ledger
@@ -83,7 +105,8 @@ def as_text(result: ProbeResult) -> list[str]:
     ]
     lines += [format_table(("gap", "k3", "|Δ| > 0.1", "|Δ| > ln 2", "largest |Δ|"), rows), ""]
     lines += [format_table(_COLUMNS, [_cells(row) for row in ledger.rows], left_aligned=(0, 1, 7))]
-    lines += [f"  {row.switch.id}: {row.note}" for row in ledger.rows if row.note]
+    lines += [f"  {line}" for row in ledger.rows for line in _notes(row)]
+    lines += [f"  not probed: {part}" for part in result.unprobed]
     lines += ["", *_where(result)]
     half = f"{ledger.prompts} prompts, confirmed on as many others"
     lines += [
@@ -211,6 +234,7 @@ def write_html(path: Path, result: ProbeResult) -> None:
     rows = [{"cells": _cells(row), "evidence": _evidence(row)} for row in ledger.rows]
     page = template.render(
         result=result,
+        notes=[line for row in ledger.rows for line in _notes(row)],
         sentence=sentence(result),
         lines=recipe_lines(result),
         bars=bars,

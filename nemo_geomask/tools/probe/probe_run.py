@@ -25,7 +25,7 @@ from nemo_geomask.tools.probe.scored_arms import BASE
 from nemo_geomask.tools.probe.start_store import Launcher, StartStore
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch, mismatch_switches
 
-__all__ = ["COMMON_SETTINGS", "ProbeResult", "choose_switches", "probe"]
+__all__ = ["ADAPTER_KEYS", "COMMON_SETTINGS", "ProbeResult", "choose_switches", "probe"]
 
 COMMON_SETTINGS: Mapping[str, Any] = {
     # Replays need the processor in all arms: with a processor, recent vLLM uses another model runner.
@@ -37,6 +37,9 @@ COMMON_SETTINGS: Mapping[str, Any] = {
     "data.max_input_seq_length": 64,
 }
 """Settings of all starts, by dotted key."""
+
+ADAPTER_KEYS = ("policy.dtensor_cfg.lora_cfg.enabled", "policy.megatron_cfg.peft.enabled")
+"""Keys by which a recipe trains adapters."""
 
 BATCH_TOKENS = tuple(
     f"policy.{batching}.{use}_mb_tokens"
@@ -60,6 +63,7 @@ class ProbeResult:
         positions: mean |Δ| by position in the response.
         worst: tokens with the largest |Δ|.
         tokens: number of response tokens.
+        unprobed: parts of the recipe that the probe says nothing about.
         seconds: total time.
         runs: number of starts that were run now; the others were stored.
     """
@@ -74,6 +78,15 @@ class ProbeResult:
     tokens: int
     seconds: float
     runs: int
+    unprobed: tuple[str, ...] = ()
+
+    @property
+    def is_answered(self) -> bool:
+        """True if there is no mismatch, or a switch accounts for some of it and fresh prompts do not deny it."""
+        ledger = self.ledger
+        if ledger.is_within_noise:
+            return False
+        return not ledger.has_mismatch or any(row.is_confirmed is not False for row in ledger.culprits)
 
     @property
     def faults(self) -> tuple[FreeCheck, ...]:
@@ -116,17 +129,19 @@ def choose_switches(
         if named is not None and not is_named:
             continue
         recipe_value = replaced.get(switch.key, values.get(switch.key))
-        if recipe_value == switch.value or (recipe_value is None and switch.is_default):
-            continue  # the recipe has the conservative value
+        if switch.is_conservative(recipe_value):
+            continue
         if switch.needs not in ("", trainer) or (switch.value == {} and switch.key not in values):
             continue  # the recipe's trainer does not read it, or there is nothing to take away
         reason = ""
         if switch.key in values and values[switch.key] == switch.value:
-            reason = f"the recipe's value, {recipe_value}, does not run on this machine"
+            reason = f"the probe has the conservative value here, and not the recipe's {recipe_value}"
             if switch.cost == "layout" and switch.side == "trainer":
                 reason = f"the recipe's value, {recipe_value}, needs more processes; --ranks allows them"
         elif switch.gpu and not has_gpus:
             reason = "changes kernels of GPUs alone"
+        elif switch.cost == "layout" and switch.side == "trainer" and any(map(values.get, ADAPTER_KEYS)):
+            reason = "adapters of another layout get other values here, so that the change would be theirs, too"
         elif not is_read(switch.key):
             reason = f"this NeMo-RL does not read the key; {switch.since} is the first that does"
         if reason:
@@ -149,6 +164,7 @@ def probe(
     generations: int,
     budget: float,
     replaced: Mapping[str, Any] | None = None,
+    unprobed: Sequence[str] = (),
     replaces_engines: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> ProbeResult:
@@ -166,6 +182,7 @@ def probe(
         generations: responses to each prompt.
         budget: seconds after which no further start is begun.
         replaced: the recipe's own values of those keys that have another one here.
+        unprobed: parts of the recipe that the workers of the probe do not have.
         replaces_engines: True if an engine can be replaced in its process.
         progress: called with a line before each start.
 
@@ -200,7 +217,7 @@ def probe(
         trainer_error=store.frozen()["trainer_error"],
         adapters=runner.base.scores.get("adapters"),
     )
-    ledger = attribute_mismatch(runner, switches, {**values, **(replaced or {})}, untried_rows)
+    ledger = attribute_mismatch(runner, switches, values, untried_rows, replaced or {})
     layers = {"baseline": runner.layers("engine", NOTHING)}
     for row in ledger.culprits:
         arm = frozenset({row.switch.id})
@@ -218,4 +235,5 @@ def probe(
         tokens=len(decode),
         seconds=time.monotonic() - began,
         runs=store.runs,
+        unprobed=tuple(unprobed),
     )

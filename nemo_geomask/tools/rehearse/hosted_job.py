@@ -115,10 +115,11 @@ def run_job(
 
 def values_in_force(
     recipe: str | Path, overrides: Sequence[str], keys: Iterable[str], *, ranks: int = 1
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
     """Return the values that settings have in a hosted job, and the recipe's own values of those that differ.
 
-    Both are by dotted key; keys that nobody sets are absent.
+    Both are by dotted key; keys that nobody sets are absent. The third item are the parts of the recipe that the job's
+    workers do not have.
 
     Args:
         recipe: path of the recipe.
@@ -134,7 +135,7 @@ def values_in_force(
     of_recipe = {key: facts.get(key) for key in keys}
     values = {key: changed.get(key, value) for key, value in of_recipe.items()}
     replaced = {key: value for key, value in of_recipe.items() if value is not None and value != values[key]}
-    return {key: value for key, value in values.items() if value is not None}, replaced
+    return {key: value for key, value in values.items() if value is not None}, replaced, planned.unrehearsed
 
 
 def reads_key(key: str) -> bool:

@@ -43,6 +43,8 @@ class MismatchSwitch:
         seen_as: part of the names of those resolved settings that show the value; the key's last part if empty.
         is_default: True if a recipe without the key has the conservative value.
         also: values, by dotted key, without which NeMo-RL refuses the conservative value or runs another layout.
+        keeps: keys that recipes interpolate from this one, and that keep their value when it changes.
+        as_good: further values under which the engines agree as well.
     """
 
     id: str
@@ -61,6 +63,16 @@ class MismatchSwitch:
     seen_as: str = ""
     is_default: bool = False
     also: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    keeps: tuple[str, ...] = ()
+    as_good: tuple[Any, ...] = ()
+
+    def is_conservative(self, value: Any) -> bool:
+        """Return True if a recipe's value, None without one, is the conservative value or as good."""
+        return value in (self.value, *self.as_good) or (value is None and self.is_default)
+
+    def kept(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the recipe's values of :attr:`keeps` by dotted key, as arguments of :meth:`settings`."""
+        return {key: values[key] for key in self.keeps if values.get(key) is not None}
 
     def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the conservative value, and those of :attr:`also` that a recipe lacks, by dotted key.
@@ -97,7 +109,7 @@ def settings_left_open(get: Callable[[str], Any], trainer: str) -> list[tuple[Mi
         trainer: ``megatron`` or ``dtensor``.
     """
     values = [(switch, get(switch.key)) for switch in mismatch_switches() if switch.needs in ("", trainer)]
-    return [(switch, value) for switch, value in values if value is not None and value != switch.value]
+    return [(switch, value) for switch, value in values if value is not None and not switch.is_conservative(value)]
 
 
 @functools.cache
@@ -107,4 +119,5 @@ def mismatch_switches() -> tuple[MismatchSwitch, ...]:
     for row in table["switch"]:
         # TOML has no null.
         row["also"] = {key: None if value == "null" else value for key, value in row.get("also", {}).items()}
+        row.update({name: tuple(row.get(name, ())) for name in ("keeps", "as_good")})
     return tuple(MismatchSwitch(**row) for row in table["switch"])

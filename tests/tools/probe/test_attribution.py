@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy
 import pytest
 
 from nemo_geomask.errors import DataError, EngineError
@@ -52,6 +53,84 @@ def test_what_has_to_change_with_a_value_changes_with_it(tmp_path):
     assert {"policy.cache": "off", "policy.chunks": None} in made.starts
     assert all(settings in ({}, {"policy.cache": "off", "policy.chunks": None}) for settings in made.starts)
     assert [(row.verdict, row.also) for row in ledger.rows] == [("explains", {"policy.chunks": None})]
+
+
+def test_what_recipes_interpolate_from_a_key_keeps_its_value(tmp_path):
+    keeping = dataclasses.replace(SWITCHES[4], keeps=("policy.router", "policy.depth"))
+    made = stack(("fusion", 0.2))
+    store = StartStore(tmp_path, made, prompts=24, generations=2)
+    values = {"policy.fusion": "on", "policy.router": "bf16"}
+    switches = [SWITCHES[5], keeping]
+    runner = ArmRunner(store, switches, values, settings={}, budget=1e9)
+    ledger = attribute_mismatch(runner, switches, values)
+    alone = {"policy.fusion": "off", "policy.router": "bf16"}
+    assert alone in made.starts
+    # A switch of that key decides over its value.
+    both = {"policy.fusion": "off", "policy.router": "off"}
+    assert all(settings in ({}, alone, both, {"policy.router": "off"}) for settings in made.starts)
+    assert both in made.starts
+    assert ledger.rows[0].also == {"policy.router": "bf16"}
+
+
+def test_what_is_taken_out_comes_before_what_is_set_below_it(tmp_path):
+    overrides = dataclasses.replace(SWITCHES[1], id="rope", key="policy.overrides", value={})
+    head = dataclasses.replace(SWITCHES[0], id="head", key="policy.overrides.dtype")
+    made = stack()
+    store = StartStore(tmp_path, made, prompts=24, generations=2)
+    runner = ArmRunner(store, [head, overrides], {}, settings={}, budget=1e9)
+    runner.run_repeated()
+    every = next(settings for settings in made.starts if len(settings) == 2)
+    assert list(every.items()) == [("policy.overrides", {}), ("policy.overrides.dtype", "off")]
+
+
+def test_a_row_says_with_which_value_the_probe_ran(tmp_path):
+    made = stack(("cache", 0.2))
+    store = StartStore(tmp_path, made, prompts=24, generations=2)
+    values, replaced = {"policy.cache": 2}, {"policy.cache": 8}
+    runner = ArmRunner(store, SWITCHES[:1], values, settings={}, budget=1e9)
+    (row,) = attribute_mismatch(runner, SWITCHES[:1], values, (), replaced).rows
+    assert (row.was, row.ran, row.verdict) == (8, 2, "explains")
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.8])
+@pytest.mark.parametrize("is_cause", [False, True])
+def test_a_temperature_that_both_sides_have_is_not_blamed_for_their_noise(tmp_path, temperature, is_cause):
+    """Differences of logits grow with 1/T, which is no reason to set T to 1."""
+    key = "policy.generation.temperature"
+    switch = MismatchSwitch("temperature", key, 1.0, "", "both", "request", "one", "", "", field="temperature")
+    noise = 0.1
+
+    class Stack(SyntheticStack):
+        def _scores(self, side, frozen, settings, options):
+            scale = 1.0 if "temperature" in options else temperature
+            if is_cause:
+                noisy = 0.0 if "temperature" in options or side == "trainer" else noise
+            else:
+                noisy = noise / scale if side == "engine" else 0.0
+            made = super()._scores("trainer", frozen, settings, {})
+            for index, values in enumerate(made["logprobs"]):
+                draw = numpy.random.default_rng(index).standard_normal(len(values))
+                made["logprobs"][index] = (numpy.array(values) + noisy * draw).tolist()
+            return made
+
+    store = StartStore(tmp_path, Stack(), prompts=24, generations=2)
+    values = {key: temperature}
+    runner = ArmRunner(store, [switch], values, settings={}, budget=1e9)
+    (row,) = attribute_mismatch(runner, [switch], values).rows
+    assert row.verdict == ("explains" if is_cause else "no effect")
+
+
+def test_noise_of_the_size_of_the_mismatch_is_no_agreement(tmp_path):
+    noisy = ledger_of(tmp_path / "noisy", stack(restart_noise=0.1))
+    assert noisy.has_mismatch
+    assert noisy.is_within_noise
+    # Each side has noise of 0.1 in each pass: k3 is about half the variance of the difference.
+    assert noisy.noise == pytest.approx(0.01, rel=0.3)
+    assert noisy.baseline.k3 == pytest.approx(0.01, rel=0.3)
+    caused = ledger_of(tmp_path / "caused", stack(("cache", 0.3), restart_noise=0.05))
+    assert not caused.is_within_noise
+    assert [row.switch.id for row in caused.culprits] == ["cache"]
+    assert ledger_of(tmp_path / "exact", stack(("cache", 0.2))).noise == 0.0
 
 
 def verdicts(ledger):

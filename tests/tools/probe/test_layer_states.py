@@ -339,7 +339,7 @@ def test_a_rank_with_some_of_the_hidden_states_compares_nothing(replay, weights,
     layer_states.watch_trainer(actor, states, replay)
     with torch.no_grad():
         model(batch)
-    with pytest.raises(EngineError, match="has all tokens of the sequence, as sequence parallelism"):
+    with pytest.raises(EngineError, match="has all tokens of the sequence, as under sequence parallelism"):
         layer_states.compare_trainer(actor, states, TOP_K, tokens.tolist())
     layer_states.stop_trainer(actor)
 

@@ -85,7 +85,7 @@ def test_a_layout_that_was_made_smaller_names_the_option_for_more_processes():
     assert rows["megatron_tp"].note == "the recipe's value, 4, needs more processes; --ranks allows them"
     # The engine of a rehearsal on CPUs has one process.
     _, rows = choose({ENGINE_TP: 1}, replaced={ENGINE_TP: 4})
-    assert rows["engine_tp"].note == "the recipe's value, 4, does not run on this machine"
+    assert rows["engine_tp"].note == "the probe has the conservative value here, and not the recipe's 4"
 
 
 def test_a_key_that_this_nemo_rl_does_not_read_is_not_tried():
@@ -99,7 +99,7 @@ def test_a_value_that_was_replaced_by_the_conservative_one_is_not_taken_for_the_
     chosen, rows = choose({key: True}, replaced={key: False}, has_gpus=True)
     assert "enforce_eager" not in chosen
     assert (rows["enforce_eager"].verdict, rows["enforce_eager"].was) == ("not testable here", False)
-    assert "the recipe's value, False, does not run on this machine" in rows["enforce_eager"].note
+    assert "the probe has the conservative value here, and not the recipe's False" in rows["enforce_eager"].note
     assert "enforce_eager" not in choose({key: True})[1]
     # The other way round, nothing is in the way: a small batch replaces the recipe's, and 1 is tried in its place.
     assert (
@@ -140,6 +140,48 @@ def test_the_report_names_the_cause_the_line_to_set_and_what_was_not_tried(resul
     text = "\n".join(as_text(result))
     assert "explains, confirmed" in text
     assert "moe_backend: changes kernels of GPUs alone" in text
+
+
+def test_what_else_was_changed_and_what_was_not_probed_is_in_the_report(result, tmp_path):
+    row = dataclasses.replace(result.ledger.rows[0], also={"policy.chunks": None}, was=8, ran=2)
+    shown = dataclasses.replace(
+        result,
+        ledger=dataclasses.replace(result.ledger, rows=(row,)),
+        unprobed=("policy.generation.quant_cfg: a kernel",),
+    )
+    write_html(tmp_path / "page.html", shown)
+    for text in ("\n".join(as_text(shown)), (tmp_path / "page.html").read_text()):
+        assert "engine_precision: together with policy.chunks: null" in text
+        assert "engine_precision: the probe ran with 2 in place of the recipe" in text
+        assert "policy.generation.quant_cfg: a kernel" in text
+
+
+def test_only_what_other_prompts_do_not_deny_is_an_answer(result):
+    assert result.is_answered
+    (row,) = result.ledger.culprits
+    denied = dataclasses.replace(result.ledger, rows=(dataclasses.replace(row, is_confirmed=False),))
+    assert not dataclasses.replace(result, ledger=denied).is_answered
+    assert "which other prompts do not confirm" in sentence(dataclasses.replace(result, ledger=denied))
+    unlooked = dataclasses.replace(result.ledger, rows=(dataclasses.replace(row, is_confirmed=None),))
+    assert dataclasses.replace(result, ledger=unlooked).is_answered
+    noise = dataclasses.replace(result, ledger=dataclasses.replace(result.ledger, floor=1.0))
+    assert not noise.is_answered
+    assert sentence(noise).endswith("noise makes up to 1; see the gaps of each side with its repetitions.")
+    small = dataclasses.replace(result.ledger.baseline, k3=1e-8)
+    assert dataclasses.replace(result, ledger=dataclasses.replace(result.ledger, baseline=small, rows=())).is_answered
+
+
+def test_layouts_are_not_tried_with_adapters():
+    values = {"policy.megatron_cfg.tensor_model_parallel_size": 2, "policy.megatron_cfg.peft.enabled": True}
+    chosen, rows = choose(values, trainer="megatron")
+    assert "megatron_tp" not in chosen
+    assert "adapters of another layout get other values" in rows["megatron_tp"].note
+
+
+def test_a_value_that_is_as_good_as_the_conservative_one_is_left_alone():
+    key = "policy.megatron_cfg.moe_router_dtype"
+    for value, is_tried in (("fp64", False), ("fp32", False), ("bf16", True)):
+        assert ("router_dtype" in choose({key: value}, trainer="megatron")[0]) == is_tried
 
 
 def test_a_value_that_is_merged_is_taken_out_and_a_fault_leaves_nothing_to_set(result):
