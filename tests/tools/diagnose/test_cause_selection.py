@@ -13,7 +13,7 @@ from nemo_geomask.tools.diagnose.run_statistics import BIN_REPLICATES, RunStatis
 from nemo_geomask.tools.diagnose.step_sums import BOOTSTRAP_SUMS, StepSums
 
 
-def evidence(*, k3=10.0, capped_abs=20.0, first_step=5, nonfinite=0.0, all_tokens=100.0):
+def evidence(*, k3=10.0, capped_abs=20.0, first_step=5, nonfinite=0.0, all_tokens=100.0, before=None):
     """Steps 4 to 6, the judged ones of which hold this mismatch."""
     statistics = RunStatistics()
     for step in (4, 5, 6):
@@ -22,8 +22,9 @@ def evidence(*, k3=10.0, capped_abs=20.0, first_step=5, nonfinite=0.0, all_token
         for name, value in (("k3", k3), ("capped_abs", capped_abs)):
             sums[name] = value / 2
             sums.bootstrap[:, BOOTSTRAP_SUMS.index(name)] = value / 2
+        sums["one_minus_p"] = sums["one_minus_p_squared"] = 50.0
         statistics.steps[step] = sums
-    return Evidence(statistics, None, first_step, True, None, Window(), None, (5, 6), ("", ""))
+    return Evidence(statistics, None, first_step, True, None, Window(), before, (5, 6), ("", ""))
 
 
 def shown(k3=None, capped_abs=None, **more):
@@ -39,7 +40,9 @@ def names(detections, **more):
 
 
 def test_a_share_is_that_of_the_mismatch():
-    (ranked,) = rank_causes({"temperature": shown(5.0, 4.0)}, evidence())
+    found = {"temperature": shown(5.0, 4.0)}
+    (ranked,) = rank_causes(found, evidence())
+    assert ranked.detection is found["temperature"]
     assert (ranked.share.k3.value, ranked.share.capped_abs.value) == pytest.approx((0.5, 0.2))
     assert ranked.share.k3[1:] == pytest.approx((0.5, 0.5))
     assert ranked.share.text == "50 % (50 to 50) of k3 and 20 % (20 to 20) of |Δ|"
@@ -96,6 +99,44 @@ def test_noise_accounts_for_what_the_others_leave():
     assert values["position"] == pytest.approx((0.4, 0.5))
     # What the largest of the others, by k3, leaves.
     assert values["routing"] == pytest.approx((0.5, 0.8))
+
+
+def test_noise_accounts_for_no_mismatch_that_was_there_before():
+    before = StepSums()
+    before["k3"], before["capped_abs"] = 4.0, 6.0
+    before["one_minus_p"] = before["one_minus_p_squared"] = 100.0  # as many as in the judged steps
+    detections = {"routing": shown(9.0, 19.0)}
+    (ranked,) = rank_causes(detections, evidence(before=before))
+    assert (ranked.share.k3.value, ranked.share.capped_abs.value) == pytest.approx((0.6, 0.7))
+    (ranked,) = rank_causes(detections, evidence())
+    assert (ranked.share.k3.value, ranked.share.capped_abs.value) == pytest.approx((0.9, 0.95))
+
+
+def test_of_several_causes_the_one_with_most_k3_is_taken_from_the_others():
+    least = shown(3.0, 4.0)
+    least.explained.k3[1:] = 9.0  # in its replicates alone
+    detections = {"filtered": shown(5.0, 5.0), "temperature": least, "routing": shown(9.0, 19.0)}
+    shares = {ranked.cause.id: ranked.share for ranked in rank_causes(detections, evidence())}
+    assert (shares["routing"].k3.value, shares["routing"].capped_abs.value) == pytest.approx((0.5, 0.75))
+
+
+def test_of_parts_with_the_same_mismatch_the_one_with_most_excess_comes_first():
+    def parts(**excess):
+        return names({id_: shown(4.0, 8.0, value=value) for id_, value in excess.items()})
+
+    assert parts(staleness=0.3, length=0.5) == ["length", "staleness"]
+    assert parts(staleness=0.5, length=0.3) == ["staleness", "length"]
+    assert parts(length=0.3, group=0.2) == ["length", "group"]
+    # A difference within a sequence is the more specific one, and counts 1.25 times.
+    assert parts(position=0.41, length=0.5)[0] == "position"
+    assert parts(position=0.39, length=0.5)[0] == "length"
+    # It takes the highest rank of the parts, and not more: here the first has that of most mismatch.
+    detections = {
+        "staleness": shown(4.0, 8.0, value=0.5),
+        "length": shown(3.0, 6.0, value=0.6),
+        "filtered": shown(4.1, 8.1),
+    }
+    assert names(detections) == ["filtered", "length", "staleness"]
 
 
 def test_a_cause_of_almost_nothing_is_not_named_unless_it_is_a_bug():

@@ -93,6 +93,37 @@ def test_values_must_precede_and_follow_a_change():
     assert find_change([0.0, 5.0, 5.0, 5.0, 5.0, 5.0], 0.05, min_before=1).first == 1
 
 
+def fitted(values, shape):
+    """Squared residual of the best constant plus a multiple of a shape, by the normal equations."""
+    count = len(values)
+    mean_value, mean_shape = sum(values) / count, sum(shape) / count
+    scale = sum((x - mean_shape) ** 2 for x in shape)
+    slope = sum((x - mean_shape) * (y - mean_value) for x, y in zip(shape, values, strict=True)) / scale
+    return sum((y - mean_value - slope * (x - mean_shape)) ** 2 for x, y in zip(shape, values, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_change_is_the_best_fit_and_a_slope_must_be_clearly_better(seed):
+    values = [value + (seed % 3) * 0.1 * max(0, step - 5) for step, value in enumerate(drawn(12, 0.3, seed))]
+    best = None
+    for index in range(3, 11):
+        since = [max(0, step - index + 1) for step in range(12)]
+        for shape, is_gradual in (
+            ([float(x > 0) for x in since], False),
+            (since, True),
+            ([math.log1p(x) for x in since], True),
+        ):
+            residual = fitted(values, shape)
+            if best is None or residual < best[0] * (0.8 if is_gradual else 1.0):
+                best = residual, index, is_gradual
+    found = find_change(values, 0.05)
+    assert (found.first, found.is_gradual) == best[1:]
+
+
+def test_of_equal_fits_the_first_is_meant():
+    assert find_change([0.0] * 9, 0.05).first == 3
+
+
 @pytest.mark.parametrize("shape", [lambda steps: steps, math.log1p], ids=["line", "logarithm"])
 def test_a_slope_is_gradual(shape):
     values = [0.0] * 5 + [shape(float(step)) for step in range(1, 8)]
@@ -284,6 +315,10 @@ def test_a_limit_itself_is_not_beyond_it():
     share = LIMITS["effective sample size, tokens"]
     assert (share.is_beyond(0.7), share.is_beyond(0.6999), share.is_beyond(math.nan)) == (False, True, False)
     assert (limit.sign, share.sign) == (">", "<")
+    # The same holds for the limit from which a number is broken.
+    exact = HealthLimit("x", "", lambda sums: sums["prob_error"] / sums["tokens"], 3.0, 2.0, "", is_minimum=True)
+    assert exact.read(sums_of(2.0)).health == "drifting"
+    assert exact.read(sums_of(1.75)).health == "broken"
 
 
 def test_values_of_the_limits():
@@ -335,6 +370,9 @@ def test_sums_add_up():
     assert first.removed == {"veto": (11.0, 22.0), "icepop": (6.0, 7.0)}
     assert first.groups == {7: (11.0, 22.0, 33.0, 44.0, 55.0), 8: (1.0, 0.0, 0.0, 0.0, 0.0)}
     assert first.versions == (2.0, 9.0)
+    third = StepSums(versions=(5.0, 6.0))
+    third.add(StepSums(versions=(5.5, 5.5)))
+    assert third.versions == (5.0, 6.0)
     assert first.mean("k3") == 1.5
     assert first.mean("tokens", "k3") == pytest.approx(2 / 3)
     assert first.removed_share("veto") == 0.25
@@ -368,6 +406,29 @@ def test_a_bins_rate_has_the_error_of_a_ratio_of_sums():
     assert math.isinf(rates.rate[3])
     assert format_ratio_interval(2.0, 0.1) == f"{2 * math.exp(-0.1959964):.3g} to {2 * math.exp(0.1959964):.3g}"
     assert format_ratio_interval(math.nan, 0.1) == "–"
+
+
+def splitmix(step, row, replicate, replicates):
+    """A draw of a Poisson variable of mean 1, in whole numbers modulo 2^64."""
+    size, gamma = 2**64, 0x9E3779B97F4A7C15
+    bits = ((row + step * gamma) * replicates + replicate + gamma) % size
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % size
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % size
+    uniform = ((bits ^ (bits >> 31)) >> 11) / 2**53
+    count = total = 0
+    for count in range(13):
+        total += math.exp(-1) / math.factorial(count)
+        if uniform < total:
+            return count
+    return count
+
+
+def test_bootstrap_draws_are_those_of_splitmix64():
+    with np.errstate(all="raise"):  # overflow is part of the hash
+        draws = poisson_draws(7, np.array([0, 3, 1000]), 50)
+    expected = [[splitmix(7, row, replicate, 50) for row in (0, 3, 1000)] for replicate in range(50)]
+    assert draws.tolist() == expected
+    assert draws.dtype == np.float64
 
 
 def test_bootstrap_draws_are_poisson_and_depend_on_step_row_and_replicate_alone():

@@ -112,6 +112,12 @@ def test_without_scipy_the_error_names_what_installs_it(monkeypatch):
         student_quantile(4)
 
 
+def test_without_numpy_the_error_names_what_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(MissingDependencyError, match=r"confidence intervals need .*nemo-geomask\[diagnose\]"):
+        percentile_interval([1.0, 2.0])
+
+
 def test_importing_them_needs_no_package():
     names = ", ".join(
         f"nemo_geomask.tools.shared.{name}"
