@@ -120,19 +120,19 @@ def switch_table() -> str:
     """Return the table of the settings that are known to make sampler and trainer disagree."""
     rows = [
         (
-            *(f"`{switch.id}`", f"`{switch.key}`", _conservative_value(switch), switch.title),
+            *(f"`{switch.id}`", switch.group, f"`{switch.key}`", _conservative_value(switch), switch.title),
             *(switch.side, switch.cost, switch.since + (f", {switch.needs}" if switch.needs else "")),
             *("GPU" if switch.gpu else "any", switch.slower or "–", switch.source),
         )
         for switch in mismatch_switches()
     ]
-    head = ("switch", "key", "conservative", "decides", "side", "costs", "since", "on", "price", "source")
+    head = ("switch", "group", "key", "conservative", "decides", "side", "costs", "since", "on", "price", "source")
     return markdown_table(head, rows)
 
 
 def _conservative_value(switch: MismatchSwitch) -> str:
-    others = "; ".join(f"with `{key}: {as_yaml(value)}`" for key, value in switch.also.items())
-    return f"`{as_yaml(switch.value)}`" + (f", {others}" if others else "")
+    values = " or ".join(f"`{as_yaml(value)}`" for value in (switch.value, *switch.as_good))
+    return ", with ".join([values, *(f"`{key}: {as_yaml(value)}`" for key, value in switch.also.items())])
 
 
 TABLES = {
