@@ -229,14 +229,22 @@ class _Search:
     def _requested(self, switch: MismatchSwitch) -> Any:
         """Return the mismatch with the requests of a switch, on each side that it changes.
 
-        A temperature T divides the differences of logits, those of rounding too. Where both sides have T, 1 in its
-        place would hide them; so the mismatch at 1 is divided by T.
+        A temperature T that both sides have divides the differences of logits, those of rounding too, and 1 in its
+        place would hide them; so the mismatch at 1 is divided by T. If one side does not have it, nothing is divided.
         """
         requests = {side: switch.id if side in _sides_of(switch) else BASE for side in SIDES}
         logprobs = self._runner.logprobs(NOTHING, requests["trainer"])
         delta = self._runner.tokens.signed(logprobs - self._runner.decode(NOTHING, requests["engine"]))
-        scale = self._values.get(switch.key) if switch.id == "temperature" else None
-        return delta / scale if scale and isinstance(scale, int | float) else delta
+        temperature = self._values.get(switch.key) if switch.id == "temperature" else None
+        if isinstance(temperature, int | float) and temperature and self._changes_both_sides(switch):
+            return delta / temperature
+        return delta
+
+    def _changes_both_sides(self, switch: MismatchSwitch) -> bool:
+        """Return True if the request of a switch changes the scores of each side by more than is negligible."""
+        runner = self._runner
+        pairs = [(read(NOTHING), read(NOTHING, switch.id)) for read in (runner.decode, runner.logprobs)]
+        return all(gap(*pair).k3 > max(self._floor, NEGLIGIBLE_K3) for pair in pairs)
 
     def _with_change(self, row: LedgerRow, after: Any) -> LedgerRow:
         before = self._runner.delta(NOTHING, NOTHING)

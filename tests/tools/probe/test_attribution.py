@@ -93,31 +93,35 @@ def test_a_row_says_with_which_value_the_probe_ran(tmp_path):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 0.8])
-@pytest.mark.parametrize("is_cause", [False, True])
-def test_a_temperature_that_both_sides_have_is_not_blamed_for_their_noise(tmp_path, temperature, is_cause):
+@pytest.mark.parametrize("has_temperature", [(), ("engine",), ("trainer",), ("engine", "trainer")], ids=str)
+def test_a_temperature_is_blamed_for_what_it_adds_alone(tmp_path, temperature, has_temperature):
     """Differences of logits grow with 1/T, which is no reason to set T to 1."""
     key = "policy.generation.temperature"
     switch = MismatchSwitch("temperature", key, 1.0, "", "both", "request", "one", "", "", field="temperature")
-    noise = 0.1
 
     class Stack(SyntheticStack):
+        """Log-probs that a temperature divides, and noise of the engine's logits."""
+
         def _scores(self, side, frozen, settings, options):
-            scale = 1.0 if "temperature" in options else temperature
-            if is_cause:
-                noisy = 0.0 if "temperature" in options or side == "trainer" else noise
-            else:
-                noisy = noise / scale if side == "engine" else 0.0
+            scale = 1.0 if "temperature" in options or side not in has_temperature else temperature
             made = super()._scores("trainer", frozen, settings, {})
             for index, values in enumerate(made["logprobs"]):
-                draw = numpy.random.default_rng(index).standard_normal(len(values))
-                made["logprobs"][index] = (numpy.array(values) + noisy * draw).tolist()
+                draws = numpy.random.default_rng(index).standard_normal((2, len(values)))
+                of_temperature = 0.3 * (1 / scale - 1) * draws[0]
+                noise = 0.1 * draws[1] / scale if side == "engine" else 0.0
+                made["logprobs"][index] = (numpy.array(values) + of_temperature + noise).tolist()
             return made
 
     store = StartStore(tmp_path, Stack(), prompts=24, generations=2)
     values = {key: temperature}
     runner = ArmRunner(store, [switch], values, settings={}, budget=1e9)
     (row,) = attribute_mismatch(runner, [switch], values).rows
-    assert row.verdict == ("explains" if is_cause else "no effect")
+    if len(has_temperature) == 1:
+        assert row.verdict in ("explains", "contributes")
+        assert row.is_confirmed
+    else:
+        assert row.verdict in ("no effect", "undecided")
+        assert abs(row.share) < 0.05
 
 
 def test_noise_of_the_size_of_the_mismatch_is_no_agreement(tmp_path):
