@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing import parent_process, resource_tracker
+from multiprocessing import connection, parent_process, resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,27 +116,33 @@ class _StartedRanks(NamedTuple):
     def join(self, seconds: float) -> bool:
         """Return True once all ranks have succeeded, False after ``seconds``; raise the error that came first."""
         deadline = time.monotonic() + seconds
+        processes = self.processes.processes
+        ended: set[int] = set()
         try:
-            while not self.processes.join(max(deadline - time.monotonic(), 0.0)):
+            while not self.processes.join(0.0):
                 if time.monotonic() >= deadline:
                     return False
+                running = [process.sentinel for process in processes if process.is_alive()]
+                connection.wait(running, max(deadline - time.monotonic(), 0.0))
+                ended = {index for index, process in enumerate(processes) if not process.is_alive()}
         except ProcessException as failure:
-            raise self._first_error(failure.error_index) from None
+            raise self._first_error(failure.error_index, ended) from None
         return True
 
-    def _first_error(self, failed: int) -> GeomaskError:
+    def _first_error(self, failed: int, ended: set[int]) -> GeomaskError:
         """Return the error that came first.
 
-        ``ProcessContext.join`` has reported one failed process and ended the others by SIGTERM. A rank that raised has
-        exit code 1. Any other code is that of a rank that was ended from outside. In that case the other ranks raised
-        only because that one was gone.
+        ``ProcessContext.join`` has reported one failed process and ended the others, by SIGTERM, and by SIGKILL those
+        that are stopped. A rank that raised has exit code 1. Any other code is that of a rank that was ended from
+        outside. In that case the other ranks raised only because that one was gone.
 
         Args:
             failed: index of the process that ``ProcessContext.join`` reported.
+            ended: indices of the processes that had ended by themselves before.
         """
         for index, process in enumerate(self.processes.processes):
             code = process.exitcode
-            if code not in (0, 1) and (index == failed or code != -signal.SIGTERM):
+            if code not in (0, 1) and (index == failed or (index in ended and code != -signal.SIGTERM)):
                 ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
                 return RankError(f"rank {self.numbers[index]} was ended from outside ({ending})")
         error: GeomaskError = pickle.loads((self.folder / "error").read_bytes())

@@ -47,6 +47,13 @@ def killed(rank, world):
     meet(rank, world)
 
 
+def stopped(rank, world):
+    meet(rank, world)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    meet(rank, world)
+
+
 def left_alone(rank, world):
     if rank == 0:
         meet(rank, world)
@@ -88,6 +95,13 @@ def test_results_come_in_rank_order():
 def test_the_first_error_ends_all_ranks(world, work, error, message):
     with pytest.raises(error, match=message):
         run_ranks(world, work)
+    nobody_is_left()
+
+
+def test_a_stopped_rank_is_not_taken_for_one_that_was_killed():
+    """It takes SIGKILL to end it, half a minute after the error of the rank that waited for it."""
+    with pytest.raises(RankError, match=r"(?s)^rank 0:.*Timed out waiting"):
+        run_ranks(2, stopped, timeout=20.0)
     nobody_is_left()
 
 
