@@ -61,13 +61,13 @@ def find_edge_rise(logarithms: Sequence[float], min_noise: float) -> EdgeRise | 
     count = len(values)
     indices = range(1, count) if count < MIN_VALUES else (1, *range(count - MIN_AFTER + 1, count))
     noise = min_noise if count < MIN_VALUES else max(min_noise, step_noise(values))
-    found = []
+    rises = []
     for index in indices:
         rise = float(values[index:].mean() - values[:index].mean())
         score = rise / (noise * math.sqrt(1 / index + 1 / (count - index)))
         if rise >= MIN_RISE and score >= MIN_SCORE:
-            found.append(EdgeRise(index, math.exp(rise)))
-    return max(found, key=lambda edge_rise: edge_rise.times, default=None)
+            rises.append(EdgeRise(index, math.exp(rise)))
+    return max(rises, key=lambda edge_rise: edge_rise.times, default=None)
 
 
 def find_period(logarithms: Sequence[float], steps: Sequence[int], min_noise: float) -> Period | None:

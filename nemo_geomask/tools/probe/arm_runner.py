@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from nemo_geomask.errors import EngineError
+from nemo_geomask.tools.probe.ledger import OTHER_ORDER
 from nemo_geomask.tools.probe.locations import LayerDifferences, layer_differences
 from nemo_geomask.tools.probe.scored_arms import BASE, FrozenTokens, differing_settings
 from nemo_geomask.tools.probe.start_store import Start, StartAnswer, StartStore
@@ -277,7 +278,7 @@ class ArmRunner:
         pairs: dict[str, tuple[Any, Any]] = {}
         for side in SIDES:
             read = self.decode if side == "engine" else self.logprobs
-            for request, label in (("again", "same batch twice"), ("reversed", "other order")):
+            for request, label in (("again", "same batch twice"), ("reversed", OTHER_ORDER)):
                 pairs[f"{side}, {label}"] = (read(NOTHING), read(NOTHING, request))
         for side, label, answer in self._repeated:
             name = f"{side}, {label}"

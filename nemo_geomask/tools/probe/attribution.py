@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from nemo_geomask.tools.probe.arm_runner import NOTHING, SIDES, Arm, ArmRunner, Side
@@ -30,7 +29,7 @@ def attribute_mismatch(
     switches: Sequence[MismatchSwitch],
     values: Mapping[str, Any],
     untried_rows: Sequence[LedgerRow] = (),
-    replaced: Mapping[str, Any] = MappingProxyType({}),
+    replaced: Mapping[str, Any] | None = None,
 ) -> Ledger:
     """Run the arms that are needed, and return the ledger.
 
@@ -41,7 +40,7 @@ def attribute_mismatch(
         untried_rows: rows of switches that are not tried.
         replaced: the recipe's own values of those keys that have another one here.
     """
-    return _Search(runner, switches, values, replaced).ledger(untried_rows)
+    return _Search(runner, switches, values, replaced or {}).ledger(untried_rows)
 
 
 class _Search:

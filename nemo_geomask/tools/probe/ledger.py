@@ -9,13 +9,15 @@ from typing import Any, Literal
 from nemo_geomask.tools.probe.gap_statistics import Gap, GapChange
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch
 
-__all__ = ["NEGLIGIBLE_K3", "SIGNIFICANT", "Ledger", "LedgerRow", "Verdict", "verdict_of"]
+__all__ = ["NEGLIGIBLE_K3", "OTHER_ORDER", "SIGNIFICANT", "Ledger", "LedgerRow", "Verdict", "verdict_of"]
 
 Verdict = Literal[
     "explains", "contributes", "no effect", "worse", "not effective", "not testable here", "undecided", "not tried"
 ]
 """Verdict on a switch; ``undecided``: there is not enough data; ``not tried``: the budget was spent."""
 
+OTHER_ORDER = "other order"
+"""End of the names of repetitions with the rows in another order."""
 NEGLIGIBLE_K3 = 1e-7
 """Mean k3 in nats a token below which no mismatch matters: |Δ| of about 4e-4."""
 _NEGLIGIBLE_SHARE = 0.02
@@ -134,13 +136,15 @@ class Ledger:
     @property
     def is_within_noise(self) -> bool:
         """True if there is a mismatch, and at least half of it is noise."""
-        return self.has_mismatch and max(self.noise, self.floor / 2) >= self.baseline.k3 / 2
+        return self.has_mismatch and (self.noise >= self.baseline.k3 / 2 or self.floor >= self.baseline.k3)
 
     @property
     def culprits(self) -> tuple[LedgerRow, ...]:
-        """Rows of switches that explain the mismatch or contribute to it, the largest share first."""
+        """Rows of switches that explain the mismatch or contribute to it, the largest first; none if it is noise."""
+        if self.is_within_noise:
+            return ()
         return tuple(row for row in self.rows if row.verdict in ("explains", "contributes"))
 
 
 def _repeats(side: str, name: str) -> bool:
-    return name.startswith(side) and not name.endswith("other order")
+    return name.startswith(side) and not name.endswith(OTHER_ORDER)

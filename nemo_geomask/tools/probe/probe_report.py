@@ -55,10 +55,9 @@ def sentence(result: ProbeResult) -> str:
         + (", which other prompts do not confirm" if row.is_confirmed is False else "")
         for row in ledger.culprits[:3]
     ]
-    left = (
-        "" if ledger.all_conservative is None else f" All conservative values leave {ledger.all_conservative.k3:.3g}."
-    )
-    return f"Of the mismatch of {size}, these account for: {'; '.join(parts)}.{left}"
+    after = ledger.all_conservative
+    remainder = "" if after is None else f" All conservative values leave {after.k3:.3g}."
+    return f"Of the mismatch of {size}, these account for: {'; '.join(parts)}.{remainder}"
 
 
 def recipe_lines(result: ProbeResult) -> list[str]:

@@ -83,10 +83,7 @@ class ProbeResult:
     @property
     def is_answered(self) -> bool:
         """True if there is no mismatch, or a switch accounts for some of it and fresh prompts do not deny it."""
-        ledger = self.ledger
-        if ledger.is_within_noise:
-            return False
-        return not ledger.has_mismatch or any(row.is_confirmed is not False for row in ledger.culprits)
+        return not self.ledger.has_mismatch or any(row.is_confirmed is not False for row in self.ledger.culprits)
 
     @property
     def faults(self) -> tuple[FreeCheck, ...]:
@@ -217,7 +214,7 @@ def probe(
         trainer_error=store.frozen()["trainer_error"],
         adapters=runner.base.scores.get("adapters"),
     )
-    ledger = attribute_mismatch(runner, switches, values, untried_rows, replaced or {})
+    ledger = attribute_mismatch(runner, switches, values, untried_rows, replaced)
     layers = {"baseline": runner.layers("engine", NOTHING)}
     for row in ledger.culprits:
         arm = frozenset({row.switch.id})

@@ -71,7 +71,7 @@ class MismatchSwitch:
         return value in (self.value, *self.as_good) or (value is None and self.is_default)
 
     def kept(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the recipe's values of :attr:`keeps` by dotted key, as arguments of :meth:`settings`."""
+        """Return the recipe's values of :attr:`keeps`, by dotted key; the argument is that of :meth:`settings`."""
         return {key: values[key] for key in self.keeps if values.get(key) is not None}
 
     def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,8 +80,8 @@ class MismatchSwitch:
         Args:
             values: the recipe's values by dotted key; a key is absent if the recipe has none.
         """
-        others = {key: value for key, value in self.also.items() if values.get(key) not in (None, value)}
-        return {self.key: self.value, **others}
+        companions = {key: value for key, value in self.also.items() if values.get(key) not in (None, value)}
+        return {self.key: self.value, **companions}
 
     def is_seen_in(self, names: Iterable[str]) -> bool:
         """Return True if one of the names of resolved settings is that of this switch.

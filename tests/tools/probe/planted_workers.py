@@ -52,6 +52,21 @@ def _in_trainers(session, plant, undo, value):
         _call_all(workers, undo, value)
 
 
+# Functions that are replaced in a trainer's process.
+
+_patches = []
+
+
+def _replace(owner, name, make):
+    _patches.append(patch.attribute(owner, name, make))
+    _patches[-1].apply()
+
+
+def _put_back(actor, value):
+    while _patches:
+        _patches.pop().undo()
+
+
 # Sampling parameters that the trainer applies to its logits.
 
 _sampling = []
@@ -117,22 +132,14 @@ def dropout(session, share):
 
 # An adapter that a refit does not merge into the weights that it sends.
 
-_merge = []
-_TRAINER = "nemo_rl.models.policy.workers.dtensor_policy_worker_v2"
-
 
 def _leave_adapters_out(actor, value):
-    module = importlib.import_module(_TRAINER)
-    _merge.append(module._maybe_merge_lora_weight)
-    module._maybe_merge_lora_weight = lambda module_map, name, tensor: tensor
-
-
-def _merge_adapters(actor, value):
-    importlib.import_module(_TRAINER)._maybe_merge_lora_weight = _merge.pop()
+    module = importlib.import_module("nemo_rl.models.policy.workers.dtensor_policy_worker_v2")
+    _replace(module, "_maybe_merge_lora_weight", lambda original: lambda module_map, name, tensor: tensor)
 
 
 def lost_adapter(session, value):
-    return _in_trainers(session, _leave_adapters_out, _merge_adapters, value)
+    return _in_trainers(session, _leave_adapters_out, _put_back, value)
 
 
 # A layer that a refit does not deliver: the engine keeps the weights from before the trainer's last step.
@@ -162,12 +169,12 @@ def _change_layer_back(actor, change):
 @contextlib.contextmanager
 def _refit_as(make):
     """Replace the refit, which also comes first after a restart of the engine, by what ``make`` makes of it."""
-    original = scoring_job.refit
-    scoring_job.refit = make(original)
+    planted = patch.attribute(scoring_job, "refit", make)
+    planted.apply()
     try:
         yield
     finally:
-        scoring_job.refit = original
+        planted.undo()
 
 
 @contextlib.contextmanager
@@ -253,20 +260,6 @@ def _round_batches(worker):
 def _rounded(tensor):
     torch = importlib.import_module("torch")
     return tensor.to(torch.bfloat16).to(tensor.dtype) if tensor.is_floating_point() else tensor
-
-
-_replaced = []
-
-
-def _replace(owner, name, make):
-    original = getattr(owner, name)
-    _replaced.append((owner, name, original))
-    setattr(owner, name, make(original))
-
-
-def _put_back(actor, value):
-    while _replaced:
-        setattr(*_replaced.pop())
 
 
 def _round_sums(actor, value):

@@ -166,6 +166,7 @@ def test_only_what_other_prompts_do_not_deny_is_an_answer(result):
     assert dataclasses.replace(result, ledger=unlooked).is_answered
     noise = dataclasses.replace(result, ledger=dataclasses.replace(result.ledger, floor=1.0))
     assert not noise.is_answered
+    assert recipe_lines(noise) == []
     assert sentence(noise).endswith("noise makes up to 1; see the gaps of each side with its repetitions.")
     small = dataclasses.replace(result.ledger.baseline, k3=1e-8)
     assert dataclasses.replace(result, ledger=dataclasses.replace(result.ledger, baseline=small, rows=())).is_answered
