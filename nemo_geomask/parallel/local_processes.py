@@ -122,8 +122,9 @@ class _StartedRanks(NamedTuple):
             while not self.processes.join(0.0):
                 if time.monotonic() >= deadline:
                     return False
-                running = [process.sentinel for process in processes if process.is_alive()]
-                connection.wait(running, max(deadline - time.monotonic(), 0.0))
+                # Also for those that have ended since the look above. A wait for those that run would last until the
+                # deadline if none runs any more.
+                connection.wait(self.processes.sentinels, max(deadline - time.monotonic(), 0.0))
                 ended = {index for index, process in enumerate(processes) if not process.is_alive()}
         except ProcessException as failure:
             raise self._first_error(failure.error_index, ended) from None

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessContext
 
 from nemo_geomask.errors import DataError
 from nemo_geomask.parallel.local_processes import RankError, lead_ranks, run_ranks
@@ -88,6 +89,24 @@ FAILURES = [
 
 def test_results_come_in_rank_order():
     assert run_ranks(3, places, "a", 1) == [(rank, 3, rank, 3, 6.0, ("a", 1)) for rank in range(3)]
+    nobody_is_left()
+
+
+def test_ranks_that_end_between_two_looks_are_not_waited_for(monkeypatch):
+    """A rank that has ended since the last look is seen at the next one, not at the end of the timeout."""
+    look = ProcessContext.join
+
+    def look_then_sleep(processes, *limits):
+        all_succeeded = look(processes, *limits)
+        if any(process.exitcode == 0 for process in processes.processes):
+            for process in processes.processes:
+                process.join()
+        return all_succeeded
+
+    monkeypatch.setattr(ProcessContext, "join", look_then_sleep)
+    begun = time.monotonic()
+    assert len(run_ranks(3, places, timeout=30.0)) == 3
+    assert time.monotonic() - begun < 25.0
     nobody_is_left()
 
 
