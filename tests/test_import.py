@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ import pytest
 import nemo_geomask
 
 PACKAGE = Path(nemo_geomask.__file__).parent
+CHECKOUT = Path(__file__).parents[1]
 # Rooms from the bottom up: a room imports only from itself and from those before it.
 ORDER = [
     "errors",
@@ -300,3 +302,20 @@ def test_tensor_code_needs_no_pydantic():
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=500)
     assert (done.stdout.strip(), done.stderr) == ("pydantic", "")
+
+
+@pytest.mark.slow
+def test_the_tests_of_a_gpu_start_without_pydantic(tmp_path):
+    """As `make gpu` starts them, where there is little beside torch."""
+    (tmp_path / "pydantic.py").write_text("raise ModuleNotFoundError", encoding="utf-8")
+    words = ["--collect-only", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words, "tests/gpu", "tests/tools/lab/test_on_gpu.py"],
+        cwd=CHECKOUT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{CHECKOUT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_gpu_kernels" in done.stdout
