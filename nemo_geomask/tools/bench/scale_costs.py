@@ -40,16 +40,16 @@ class Costs(NamedTuple):
 
 
 H100 = Costs(
-    gpu="NVIDIA H100 80GB HBM3, torch 2.11.0+cu130, 2026-11-22",
+    gpu="NVIDIA H100 80GB HBM3, torch 2.11.0+cu130, 2026-11-27",
     peak=989e12,
-    products=762e12,
+    products=746e12,
     with_logits={
-        "NeMo-RL": (17_471, 8_713),
-        "NeMo-RL, in chunks": (16_187, 41_355),
-        "geomask": (751, 1_678),
-        "geomask_linear": (751, 1_678),
+        "NeMo-RL": (17_479, 8_523),
+        "NeMo-RL, in chunks": (16_165, 41_363),
+        "geomask": (745, 1_479),
+        "geomask_linear": (745, 1_479),
     },
-    without_logits={"NeMo-RL, fused": (6_275, 102_430)},
+    without_logits={"NeMo-RL, fused": (6_335, 102_527)},
 )
 """Costs that :func:`read_costs` returns for the JSON in docs/performance."""
 

@@ -24,8 +24,9 @@ NeMo-RL, ``use_fused_linear_logprobs``      10 W H + 20 c W + 8 R H: three copie
                                             cast if b = 4
 ``geomask_linear``                          min(tile, 2 f R W) + (b + 2 f) R H + 2 W H + 4 min(f R, W) H: a tile of the
                                             logits (``TILE_BYTES``), a copy of all hidden states and one of those that
-                                            train, the weight's gradient, the smaller one of the two gradients in
-                                            float32. Scoring: min(tile, 2 S W) and the copy of all; in DTensor v1 as
+                                            train, the weight's gradient, and the smaller one of the two gradients in
+                                            float32, which is not needed if all logits are one tile.
+                                            Scoring: min(tile, 2 S W) and the copy of all; in DTensor v1 as
                                             ``geomask``
 =========================================== ===========================================================
 """
@@ -141,10 +142,12 @@ def _geomask_scoring(work: OutputWork) -> float:
 
 def _geomask_linear_training(work: OutputWork) -> float:
     trained_rows = work.trained * work.rows
+    all_tiles = 2 * trained_rows * work.columns
+    summed = min(trained_rows, work.columns) if all_tiles > GPU_TILE_BYTES else 0
     return (
-        min(GPU_TILE_BYTES, 2 * trained_rows * work.columns)
+        min(GPU_TILE_BYTES, all_tiles)
         + (work.logit_bytes * work.rows + 2 * trained_rows) * work.hidden
-        + (2 * work.columns + 4 * min(trained_rows, work.columns)) * work.hidden
+        + (2 * work.columns + 4 * summed) * work.hidden
     )
 
 

@@ -15,8 +15,8 @@ from nemo_geomask.tools.check import LOGPROB_METHODS, ModelShape, OutputWork
 
 MEASURED = Path(__file__).parents[3] / "docs" / "performance"
 LINEAR, LOGPROBS = (
-    json.loads((MEASURED / f"{name}-nvidia-h100-80gb-hbm3-2026-11-22.json").read_text())
-    for name in ("linear", "logprobs")
+    json.loads((MEASURED / f"{name}.json").read_text())
+    for name in ("linear-nvidia-h100-80gb-hbm3-2026-11-27", "logprobs-nvidia-h100-80gb-hbm3-2026-11-26")
 )
 # 2 FLOP/s, so that a product's floating-point operations are twice its seconds.
 COSTS = scale_costs.Costs(
