@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -100,7 +100,11 @@ def parse_json(
         raise InputLimitError(f"{source}: the memory does not suffice to parse it; check the file") from None
     except ValueError as error:
         raise DataError(f"{source}: not JSON: {str(error)[:_MAX_EXCERPT]}") from None
-    _check_containers(value, source, limits, is_flat=brackets <= limits.nesting)
+    is_flat = brackets <= limits.nesting
+    if (
+        not is_flat or len(text) > limits.string_characters
+    ):  # otherwise the text has room for no such container or string
+        _check_containers(value, source, limits, is_flat=is_flat)
     return value
 
 
@@ -119,7 +123,7 @@ def _check_containers(value: Any, source: str, limits: InputLimits, *, is_flat: 
         container, depth = pending.pop()
         if depth > limits.nesting:
             raise limit_error("nesting", source, limits)
-        items = container.items() if isinstance(container, Mapping) else ((None, item) for item in _items(container))
+        items = container.items() if isinstance(container, dict) else ((None, item) for item in _items(container))
         for key, item in items:
             text = item if isinstance(item, str) else key
             if isinstance(text, str) and len(text) > limits.string_characters:
