@@ -125,7 +125,9 @@ def _with_provisional(invalid: RecipeLoss, block: Any) -> RecipeLoss:
         if problems and not removed:  # no named setting is left to remove; take defaults
             settings, removed = {}, set()
             unsettled.add(_LOSS)
-        settings = {key: value for key, value in settings.items() if key not in removed}
+        # All unknown keys go at once: there may be thousands, of which an error names a few.
+        known_fields = LossConfig.model_fields.keys() - removed
+        settings = {key: value for key, value in settings.items() if key in known_fields}
         built = _build(settings)
         if built.loss is not None or not settings:
             break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from nemo_geomask.tools.check.value_types import AnyOf, ListOf, Section, ValueTy
 __all__ = ["RULES", "known_keys"]
 
 _LOSS = "loss_fn"
+_MAX_UNKNOWN_KEYS = 100
 _SOURCE = "the example configs and the configuration classes of the NeMo-RL checkout"
 # Names that other frameworks give to settings, and NeMo-RL's names.
 _OTHER_NAMES = {
@@ -140,8 +142,13 @@ def _unknown_keys(facts: RecipeFacts) -> Iterator[UnknownKey]:
             yield UnknownKey(key, origin, names)
 
 
+def _first_unknown_keys(facts: RecipeFacts) -> Iterator[UnknownKey]:
+    """Yield the unknown keys that are judged: each takes milliseconds, and a hostile recipe has thousands."""
+    return itertools.islice(_unknown_keys(facts), _MAX_UNKNOWN_KEYS)
+
+
 def _misspelled_loss_section(facts: RecipeFacts) -> Iterator[Hit]:
-    for key, origin, known_names in _unknown_keys(facts):
+    for key, origin, known_names in _first_unknown_keys(facts):
         if "." not in key and nearest(key, known_names) == _LOSS:
             yield Hit(
                 key,
@@ -152,7 +159,7 @@ def _misspelled_loss_section(facts: RecipeFacts) -> Iterator[Hit]:
 
 
 def _unknown_section(facts: RecipeFacts) -> Iterator[Hit]:
-    for key, origin, known_names in _unknown_keys(facts):
+    for key, origin, known_names in _first_unknown_keys(facts):
         guess = nearest(key, known_names)
         if "." not in key and guess != _LOSS and not _is_referenced(key, facts):
             sections = ", ".join(sorted(set(known_names) - {"defaults"}))
@@ -174,7 +181,7 @@ def _is_referenced(section: str, facts: RecipeFacts) -> bool:
 def _unknown_key(facts: RecipeFacts) -> Iterator[Hit]:
     assert facts.nemo_rl is not None
     unknown_sections: list[str] = []
-    for key, origin, known_names in _unknown_keys(facts):
+    for key, origin, known_names in _first_unknown_keys(facts):
         section, _, name = key.rpartition(".")
         is_inside = any(key.startswith((f"{outer}.", f"{outer}[")) for outer in unknown_sections)
         if not section or is_inside:  # GM004 and GM005 report sections
@@ -199,6 +206,14 @@ def _unknown_key(facts: RecipeFacts) -> Iterator[Hit]:
             continue
         unknown_sections.append(key)
         yield Hit(key, problem, origin)
+    others = [*itertools.islice(_unknown_keys(facts), _MAX_UNKNOWN_KEYS, None)]
+    if others:
+        yield Hit(
+            others[0].key,
+            f"NeMo-RL's files do not have this key and the {len(others) - 1:,} unknown ones after it; they were not "
+            f"looked at, since {_MAX_UNKNOWN_KEYS} others are unknown as well: correct or remove those first",
+            others[0].origin,
+        )
 
 
 def _correct_spelling(name: str, known_names: Collection[str]) -> str | None:

@@ -1346,6 +1346,12 @@ class TestMisplacedKeys:
         assert [each.key for each in found] == (list(changes) if message else [])
         assert all(message in each.message for each in found)
 
+    def test_of_thousands_the_rest_are_counted(self, findings):
+        changes = {f"policy.learning_speed_{i}": 1 for i in range(2000)}
+        found = [each for each in findings({**changes, "reads": NEWEST, "classes": CLASSES}) if each.rule.id == "GM006"]
+        assert sorted(each.key for each in found) == sorted(f"policy.learning_speed_{i}" for i in range(101))
+        assert sum("the 1,899 unknown ones after it" in each.message for each in found) == 1
+
 
 def test_a_plugin_that_fails_in_several_lines_is_one_finding_about_the_name(findings, tmp_path, monkeypatch):
     (tmp_path / "noisy_loss.py").write_text(
