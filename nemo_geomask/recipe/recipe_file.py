@@ -203,8 +203,6 @@ def _load(path: Path, children: tuple[Path, ...], reading: _RecipeReading) -> tu
     except (OSError, ValueError, RuntimeError) as error:  # a null character, a loop of links
         if isinstance(error, InputLimitError):
             raise
-        if isinstance(error, UnicodeDecodeError):
-            raise ConfigError(f"{path}: not valid YAML{inherited}: {error}") from None
         hint = _missing_parent_hint(path) if children else ""
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: the recipe can't be read{inherited}: {reason}{hint}") from None

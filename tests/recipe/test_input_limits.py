@@ -15,7 +15,9 @@ from nemo_geomask.recipe.input_limits import (
     current_limits,
     load_yaml,
     parse_limits,
+    parse_python,
     parse_text,
+    read_source,
     read_text,
     use_limits,
 )
@@ -119,6 +121,41 @@ def test_a_parser_that_recurses_too_deeply_reports_the_nesting():
         parse_text(json.loads, "9" * 5000, "here", format_name="JSON")
     with pytest.raises(ConfigError, match="here: not valid JSON: Expecting value"):
         parse_text(json.loads, "[", "here", format_name="JSON")
+
+
+def test_a_parser_that_runs_out_of_memory_is_an_error():
+    def parse(text):
+        raise MemoryError
+
+    with pytest.raises(InputLimitError, match="^here: the memory does not suffice to read it as YAML$"):
+        parse_text(parse, "a: 1", "here", format_name="YAML")
+
+
+def test_an_anchor_that_contains_itself_is_refused_before_values_are_built():
+    with pytest.raises(InputLimitError, match=r"^here:1: .*over the limit nesting"):
+        check_yaml("a: &a [1, *a]", "here")
+
+
+def test_a_loader_without_libyaml_that_recurses_too_deeply_reports_the_nesting(monkeypatch):
+    def parse(text, Loader):
+        raise RecursionError
+
+    monkeypatch.setattr(yaml, "parse", parse)
+    with pytest.raises(InputLimitError, match="^here.*over the limit nesting"):
+        check_yaml("a: 1", "here")
+
+
+@pytest.mark.parametrize("text", ["a\0b", "-" * 100_000 + "1"], ids=["null character", "nesting"])
+def test_whatever_python_can_not_parse_is_a_syntax_error(text):
+    with pytest.raises(SyntaxError):
+        parse_python(text)
+
+
+def test_source_that_is_no_text_is_an_error_and_missing_source_is_empty(tmp_path):
+    assert read_source(tmp_path / "missing.py") == ""
+    (tmp_path / "binary.py").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"binary\.py: is no Python source: "):
+        read_source(tmp_path / "binary.py")
 
 
 def test_a_file_is_read_to_its_limit_only(tmp_path):

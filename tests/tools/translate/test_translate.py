@@ -10,6 +10,7 @@ from nemo_geomask.cli import main
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.losses.build import build_with_warnings
 from nemo_geomask.tools.translate import PEERS, translate, translate_files
+from nemo_geomask.tools.translate.setting_values import nested
 
 RC = "algorithm.rollout_correction"
 
@@ -214,13 +215,20 @@ def test_small_numbers_stay_numbers_in_yaml():
         ({"preset": "decoupled_toke_is"}, "verl", "has no preset"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "a_b"}, "verl", "must be a number"),
         ({"rollout_rs": "token_k1,token_k2,token_k3", "rollout_rs_threshold": "1,2"}, "verl", "but has 2"),
-        ({"clip_ratio_c": "${oc.env:C}"}, "verl", "clip_ratio_c"),
+        ({"clip_ratio_c": "${oc.env:C}"}, "verl", "clip_ratio_c: the file does not contain the value of"),
         ({"eps_clip": [1]}, "slime", "eps_clip must be a number"),
+        ({"eps_clip": True}, "slime", "eps_clip must be a number, but it is True"),
     ],
 )
 def test_settings_that_can_not_be_read_are_errors(settings, peer, message):
     with pytest.raises(ConfigError, match=message):
         translate(settings, peer)
+
+
+def test_a_value_holds_no_settings():
+    assert nested({"a.b": 1, "a.c.d": 2}) == {"a": {"b": 1, "c": {"d": 2}}}
+    with pytest.raises(ConfigError, match=r"^a\.b: a is a value elsewhere and can't hold settings"):
+        nested({"a": 1, "a.b": 2})
 
 
 @pytest.mark.parametrize(
