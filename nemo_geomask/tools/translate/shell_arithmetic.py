@@ -10,13 +10,6 @@ __all__ = ["evaluate_arithmetic"]
 
 _MAX_CHARACTERS = 1000
 _MAX_VALUE = 2**63
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: lambda a, b: int(a / b),
-    ast.Mod: operator.mod,
-}
 
 
 def evaluate_arithmetic(expression: str) -> int | None:
@@ -30,10 +23,25 @@ def evaluate_arithmetic(expression: str) -> int | None:
         return None
 
 
+def _quotient(dividend: int, divisor: int) -> int:
+    """Return the quotient rounded toward 0, as a shell rounds it."""
+    magnitude = abs(dividend) // abs(divisor)
+    return magnitude if (dividend < 0) == (divisor < 0) else -magnitude
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _quotient,
+    ast.Mod: lambda a, b: a - b * _quotient(a, b),
+}
+
+
 def _integer(node: ast.expr) -> int:
     value: int | None = None
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        value = int(node.value)
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        value = node.value
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
         value = _power(_integer(node.left), _integer(node.right))
     elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
