@@ -85,3 +85,11 @@ def test_prefill_gives_the_responses_alone():
     assert prefill_scores(actor, SEQUENCES, LENGTHS)["logprobs"] == [[-0.10, -0.11], [-0.12], [-0.13, -0.14, -0.15]]
     _, parameters = actor.llm.calls[0]
     assert (parameters.temperature, parameters.prompt_logprobs) == (1.0, 0)
+
+
+def test_an_engine_that_scores_other_tokens_is_an_error(monkeypatch):
+    actor = Actor()
+    outputs = [SimpleNamespace(prompt_logprobs=[None, *map(entry, range(90, 94))]) for _ in SEQUENCES]
+    monkeypatch.setattr(actor.llm, "generate", lambda *arguments, **options: outputs)
+    with pytest.raises(EngineError, match="the engine returned no log-prob of token 10, which it was given"):
+        prefill_scores(actor, SEQUENCES, LENGTHS)

@@ -176,3 +176,23 @@ def test_a_generation_without_a_synchronous_engine_is_refused():
     generation = SimpleNamespace(worker_group=SimpleNamespace(workers=[]))
     with pytest.raises(ConfigError, match="synchronous engine"):
         scoring_job.Session(None, generation, {"policy": {}}, None, {})
+
+
+def test_an_engine_that_does_not_end_its_generation_is_an_error(session):
+    session.session.generation.finish_generation = lambda: False
+    with pytest.raises(EngineError, match="NeMo-RL could not end the engine's generation"):
+        session.session.answer({**session.job, "decode": {"base": {}}, "trainer": {}})
+
+
+def test_a_data_set_of_too_few_prompts_is_an_error(session, monkeypatch, tmp_path):
+    messages = types.ModuleType("nemo_rl.data.llm_message_utils")
+    messages.batched_message_log_to_flat_message = None
+    monkeypatch.setitem(sys.modules, "nemo_rl.data", types.ModuleType("nemo_rl.data"))
+    monkeypatch.setitem(sys.modules, "nemo_rl.data.llm_message_utils", messages)
+    made = session.session
+    config = {"policy": made.config}
+    empty = scoring_job.Session(made.policy, made.generation, config, SimpleNamespace(), {"dataloader": []})
+    job = session.job | {"frozen": str(tmp_path / "none.json"), "prompts": 4, "generations": 2}
+    with pytest.raises(EngineError, match="^the data set has 0 prompts, and the probe was asked for 4$"):
+        empty.answer(job)
+    assert not (tmp_path / "none.json").exists()
