@@ -56,6 +56,15 @@ _MEGATRON = "policy.megatron_cfg.enabled"
 _ASYNC = "policy.generation.vllm_cfg.async_engine"
 _REPLAY = "policy.router_replay.enabled"
 _ENGINE_TP, _ENGINE_EP = (f"policy.generation.vllm_cfg.{axis}_parallel_size" for axis in ("tensor", "expert"))
+
+
+def _size(values: Mapping[str, Any], key: str) -> int:
+    size = values.get(key, 1)
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise ConfigError(f"{key} must be a whole number, but it is {str(size)[:100]!r}")
+    return size
+
+
 _HINDRANCES = (
     _Hindrance(
         _ASYNC,
@@ -71,7 +80,7 @@ _HINDRANCES = (
     ),
     _Hindrance(
         _ENGINE_EP,
-        lambda values: values.get(_ENGINE_EP, 1) > values.get(_ENGINE_TP, 1),
+        lambda values: _size(values, _ENGINE_EP) > _size(values, _ENGINE_TP),
         f"above {_ENGINE_TP} the engines of several workers wait for each other, and a probe calls one alone",
         f"++{_ENGINE_EP}=1",
     ),
@@ -85,7 +94,8 @@ def check_supported(values: Mapping[str, Any]) -> None:
         values: the recipe's values by dotted key.
 
     Raises:
-        ConfigError: it has; the message names all such settings, and the overrides that turn them off.
+        ConfigError: it has; the message names all such settings, and the overrides that turn them off. Or a size is no
+            whole number.
     """
     from nemo_geomask.config.strict import as_yaml
 
@@ -202,7 +212,10 @@ def probe_recipe(
     from nemo_geomask.tools.shared.machine import device_names
     from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
 
-    folder = folder.resolve()
+    try:
+        folder = folder.resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise ConfigError(f"--out: {folder} can't be a folder: {error}; choose another") from None
     names = ("temperature", "top_p", "top_k", "colocated.enabled")
     more_keys = [*(f"policy.generation.{name}" for name in names), *ADAPTER_KEYS, _ASYNC, _REPLAY, _MEGATRON]
     of_switches = [key for switch in mismatch_switches() for key in (switch.key, *switch.also, *switch.keeps)]

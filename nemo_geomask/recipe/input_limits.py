@@ -47,6 +47,7 @@ class InputLimits:
         files: files that one recipe inherits from, each counted as often as it is read.
         nesting: depth of mappings and lists in each other.
         nodes: mappings, lists and values, those that aliases and references repeat counted each time.
+        merged_settings: settings of a recipe, counted once for each file that it inherits from and for each override.
         string_characters: length of one string, after references in it were resolved.
         total_characters: length of all strings that references refer to, or of the full names of all settings.
         references: references that are resolved, each counted as often as it is.
@@ -67,6 +68,7 @@ class InputLimits:
     files: int = 100
     nesting: int = 100
     nodes: int = 20_000
+    merged_settings: int = 50_000
     string_characters: int = 1_000_000
     total_characters: int = 4_000_000
     references: int = 2_000
@@ -143,6 +145,7 @@ def limit_error(name: str, source: object, limits: InputLimits, amount: int | No
         "files": "defaults: lead to more than {} files",
         "nesting": "mappings and lists are nested more than {} deep",
         "nodes": "there are more than {} values once aliases and references are expanded",
+        "merged_settings": "merging the settings of all files and overrides takes more than {} of them",
         "string_characters": "a value has more than {} characters",
         "total_characters": "references or full names of settings have more than {} characters",
         "references": "more than {} references would have to be resolved",

@@ -114,6 +114,7 @@ def read_recipe(
             config, origins = _load(Path(path), (), reading)
             may_add_keys = "lab" in config if new_keys is None else new_keys
             for override in overrides:
+                reading.count_merge(f"override '{override}'", origins)
                 config, origins = apply_override(config, origins, override, new_keys=may_add_keys)
             plain = resolve_config(config, origins, path, leave, unresolved)
         except GeomaskError:
@@ -149,12 +150,20 @@ class _RecipeReading:
         files: every file that was read, with its text.
         loads: number of times that a file was loaded.
         nodes: number of nodes of all loads.
+        merged: number of settings of all merges. Each merge copies what was merged before.
     """
 
     limits: InputLimits
     files: dict[Path, str] = field(default_factory=dict)
     loads: int = 0
     nodes: int = 0
+    merged: int = 0
+
+    def count_merge(self, source: object, *origins: Origins) -> None:
+        """Count the settings that a merge copies; raise InputLimitError if all merges copy too many."""
+        self.merged += sum(len(each.entries) for each in origins)
+        if self.merged > self.limits.merged_settings:
+            raise limit_error("merged_settings", source, self.limits)
 
 
 def nemo_rl_root() -> Path | None:
@@ -222,6 +231,7 @@ def _load(path: Path, children: tuple[Path, ...], reading: _RecipeReading) -> tu
     parents = _parents(config, path)
     for parent in parents:
         parent_config, parent_origins = _load(path.parent / parent, (*children, path), reading)
+        reading.count_merge(path, origins, parent_origins)
         try:
             merged, origins = _merge(merged, parent_config), parent_origins.over(origins)
         except omegaconf.errors.ConfigTypeError:
@@ -230,6 +240,7 @@ def _load(path: Path, children: tuple[Path, ...], reading: _RecipeReading) -> tu
     file_origins = Origins.of_file(path, text)
     if not parents:
         return config, file_origins
+    reading.count_merge(path, origins, file_origins)
     try:
         return _merge(merged, config), file_origins.over(origins)
     except omegaconf.errors.ConfigTypeError:

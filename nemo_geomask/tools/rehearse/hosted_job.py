@@ -90,6 +90,8 @@ def run_job(
     script = checkout / planned.script
     if planned.script != "examples/run_grpo.py" or not script.is_file():
         raise ConfigError(f"{planned.script} does not train by GRPO, whose workers the job needs; give a GRPO recipe")
+    if folder.is_symlink():
+        raise ConfigError(f"{folder} is a link, and what is there would be deleted; remove the link")
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)

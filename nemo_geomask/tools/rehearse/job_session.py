@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.rehearse.event_log import read_events
 from nemo_geomask.tools.rehearse.hosted_job import HostedJob, JobOutcome, run_job
 from nemo_geomask.tools.shared.json_output import write_json_file
@@ -94,9 +96,12 @@ class JobSession:
 
     def _begin(self, name: str, settings: Mapping[str, Any]) -> None:
         self._work, self._jobs = self._folder / name, self._folder / f"{name}.jobs"
-        self._jobs.mkdir(parents=True, exist_ok=True)
-        for file in self._jobs.iterdir():
-            file.unlink()
+        for folder in (self._folder, self._jobs):
+            if folder.is_symlink():
+                raise ConfigError(f"{folder} is a link, and what is there would be deleted; remove the link")
+        if self._jobs.exists():
+            shutil.rmtree(self._jobs)
+        self._jobs.mkdir(parents=True)
         self._settings, self._jobs_sent, self._outcome = dict(settings), 0, None
         self._is_stopped.clear()
         self.workers_started += 1

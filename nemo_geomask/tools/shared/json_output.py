@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,16 @@ def to_json(value: Any) -> str:
 
 
 def write_json_file(path: Path, value: Any) -> None:
-    """Write a value as JSON so that a reader finds all of it or no file."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value), encoding="utf-8")
-    os.replace(partial, path)
+    """Write a value as JSON so that a reader finds all of it or no file; a link in its place is replaced, not followed.
+
+    Raises: OSError: the file can't be written, or a folder is in its place.
+    """
+    # A name that nobody can foresee, created by this process alone: nothing is written through a planted link.
+    descriptor, partial = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.parent)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump(value, file)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise

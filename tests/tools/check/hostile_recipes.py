@@ -69,6 +69,18 @@ def _many_large_parents(folder: Path) -> None:
     (folder / "recipe.yaml").write_text(f"defaults: [{', '.join(f'p{index}.yaml' for index in range(50))}]\n{VALID}")
 
 
+def _parents_of_a_large_one(folder: Path) -> None:
+    (folder / "large.yaml").write_text("".join(f"k{i}: 1\n" for i in range(9000)))
+    (folder / "small.yaml").write_text("a: 1\n")
+    (folder / "recipe.yaml").write_text(f"defaults: [large.yaml{', small.yaml' * 97}]\n{VALID}")
+
+
+def _parents_of_other_settings(folder: Path) -> None:
+    for number in range(98):
+        (folder / f"p{number}.yaml").write_text("".join(f"k{number}_{i}: 1\n" for i in range(98)))
+    (folder / "recipe.yaml").write_text(f"defaults: [{', '.join(f'p{i}.yaml' for i in range(98))}]\n{VALID}")
+
+
 def _sparse(folder: Path) -> None:
     with open(folder / "recipe.yaml", "wb") as file:
         file.truncate(50 << 30)
@@ -128,6 +140,8 @@ OVER_A_LIMIT: dict[str, tuple[Recipe, str]] = {
     "diamonds of parents": (_diamond, "files"),
     "long chain of parents": (_long_chain, "files"),
     "many large parents": (_many_large_parents, "nodes"),
+    "many parents beside a large one": (_parents_of_a_large_one, "merged_settings"),
+    "many parents of other settings": (_parents_of_other_settings, "merged_settings"),
     "sparse file of 50 GB": (_sparse, "file_bytes"),
     "brackets 300 deep": (_nested("[", "]", 300), "nesting"),
     "brackets 100,000 deep": (_nested("[", "]", 100_000), "nesting"),

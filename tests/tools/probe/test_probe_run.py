@@ -60,6 +60,12 @@ def test_what_can_not_be_scored_is_named_with_all_overrides(values, overrides):
     assert all(f"{key} is {value}, and " in str(caught.value) for key, value in named.items())
 
 
+@pytest.mark.parametrize("size", ["x", None, [1], {"a": 1}, True, 1.5])
+def test_a_size_that_is_no_number_is_an_error(size):
+    with pytest.raises(ConfigError, match=f"^{ENGINE_EP} must be a whole number"):
+        check_supported({ENGINE_EP: size, ENGINE_TP: 1})
+
+
 def test_only_what_the_recipe_leaves_open_is_tried():
     chosen, rows = choose()
     assert "engine_precision" in chosen
