@@ -8,12 +8,14 @@ import platform
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.recipe.input_limits import current_limits, parse_text, read_text
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, to_json
 from nemo_geomask.tools.shared.machine import package_versions, processor_name
 
@@ -31,6 +33,8 @@ _PACKAGES = (
     "fast-llm",
     "verl",
 )
+_MAX_VALUES = 200_000
+"""Number of values that a file of results may have, unless the limit ``nodes`` is higher; a case has about 700."""
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
@@ -80,11 +84,14 @@ def write_result(
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """Read the results of ``bench linear`` and ``bench logprobs`` in a folder.
+    """Read the results of ``bench linear`` and ``bench logprobs`` in a folder; each gets the key ``file``, its path.
 
     Raises:
-        ConfigError: the folder does not have exactly one file of each, or a file is not such a result.
+        ConfigError: the folder does not have exactly one file of each, a file is not such a result, or it exceeds a
+            limit of what is read.
     """
+    limits = current_limits()
+    limits = replace(limits, nodes=max(limits.nodes, _MAX_VALUES))
     results = []
     for name in ("linear", "logprobs"):
         paths = sorted(folder.glob(f"{name}-*.json"))
@@ -93,11 +100,15 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
                 f"--measured {folder}: has {len(paths)} files {name}-*.json, but needs exactly one; write it with "
                 f"nemo-geomask bench {name} --out {folder} on the GPU"
             )
+        (path,) = paths
         try:
-            result = json.loads(paths[0].read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--measured: {paths[0]} can't be read: {error}") from None
+            text = read_text(path, limits)
+        except OSError as error:
+            raise ConfigError(f"--measured: {path} can't be read: {error.strerror or error}") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--measured: {path} can't be read: {error}") from None
+        result = parse_text(json.loads, text, f"--measured: {path}", limits, format_name="JSON")
         if not isinstance(result, dict) or result.get("benchmark") != name:
-            raise ConfigError(f"--measured: {paths[0]} is not what nemo-geomask bench {name} --out {folder} writes")
-        results.append(result)
+            raise ConfigError(f"--measured: {path} is not what nemo-geomask bench {name} --out {folder} writes")
+        results.append({**result, "file": str(path)})
     return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +18,10 @@ _PATHS_WITH_LOGITS = {
     "geomask_linear": "nemo_geomask",
 }
 _PATHS_WITHOUT_LOGITS = {"NeMo-RL, fused": "NeMo-RL fused linear (1024)"}
+_SMALLEST, _LARGEST = 1e-9, 1e15
+"""Bounds of what was measured. The estimates from numbers within them are finite."""
+_MAX_TEXT = 200
+"""Length of a text that describes the machine."""
 
 
 class Costs(NamedTuple):
@@ -60,51 +65,136 @@ def read_costs(linear: Mapping[str, Any], logprobs: Mapping[str, Any], *, peak: 
     They are from the first case of each in which all tokens train, the temperature is 1 and there is no entropy.
 
     Args:
-        linear: JSON of ``bench linear``.
-        logprobs: JSON of ``bench logprobs``.
+        linear: JSON of ``bench linear``. Errors name its key ``file``, if it has one.
+        logprobs: JSON of ``bench logprobs``, likewise.
         peak: peak of the GPU in FLOP/s; see :class:`Costs`.
 
     Raises:
-        ConfigError: there is no such case, or a path was not measured in it.
+        ConfigError: there is no such case, a path was not measured in it, or a value that is needed is missing, of
+            another type or out of range.
     """
-
-    def first_of(result: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        for case in result.get("cases", ()):
-            fields = case["case"]
-            is_plain = fields["fraction"] == fields.get("temperature", 1) == 1 and not fields["entropy"]
-            if "error" not in case and is_plain:
-                return dict(case)
-        raise ConfigError(
-            f"--measured: {name}-*.json has no case in which all tokens train, without entropy; run nemo-geomask bench "
-            f"{name} with --fractions 1 and --entropy off on the GPU"
-        )
-
-    def nanoseconds_per(
-        result: Mapping[str, Any], names: Mapping[str, str], unit: float
-    ) -> dict[str, tuple[float, float]]:
-        rows = {row["path"]: row for row in result["paths"] if row["status"] == "measured"}
-        if missing := [path for path in names.values() if path not in rows]:
-            raise ConfigError(
-                f"--measured: '{missing[0]}' was not measured in {result['title']}; run nemo-geomask bench, without "
-                "--paths, on the GPU where NeMo-RL is importable"
-            )
-        return {
-            name: (rows[path]["forward_ms"]["median"] * 1e6 / unit, rows[path]["backward_ms"]["median"] * 1e6 / unit)
-            for name, path in names.items()
-        }
-
-    linear_case, logits_case = first_of(linear, "linear"), first_of(logprobs, "logprobs")
-    case, shape = linear_case["case"], logits_case["case"]
-    machine = linear["machine"]
+    linear_case, where_linear = _plain_case(linear, "linear")
+    logits_case, where_logits = _plain_case(logprobs, "logprobs")
+    machine, where_machine = _object(linear, "machine", f"{_file_of(linear, 'linear')}: ")
+    name, torch_version, date = (_text(machine, key, f"{where_machine}.") for key in ("name", "torch", "date"))
+    case, where_case = _object(linear_case, "case", f"{where_linear}.")
+    shape, where_shape = _object(logits_case, "case", f"{where_logits}.")
+    tokens, vocab, tp, hidden = (_count(case, key, f"{where_case}.") for key in ("tokens", "vocab", "tp", "hidden"))
+    logit_tokens, logit_vocab, logit_tp = (_count(shape, key, f"{where_shape}.") for key in ("tokens", "vocab", "tp"))
     return Costs(
-        f"{machine['name']}, torch {machine['torch']}, {machine['date']}",
+        f"{name}, torch {torch_version}, {date}",
         peak,
-        linear_case["products_tflop_s"] * 1e12,
-        nanoseconds_per(logits_case, _PATHS_WITH_LOGITS, shape["tokens"] * shape["vocab"] / shape["tp"] / 1e6),
-        nanoseconds_per(
-            linear_case, _PATHS_WITHOUT_LOGITS, case["tokens"] * case["vocab"] / case["tp"] * case["hidden"] / 1e9
-        ),
+        _number(linear_case, "products_tflop_s", f"{where_linear}.") * 1e12,
+        _nanoseconds_per(logits_case, where_logits, _PATHS_WITH_LOGITS, logit_tokens * logit_vocab / logit_tp / 1e6),
+        _nanoseconds_per(linear_case, where_linear, _PATHS_WITHOUT_LOGITS, tokens * vocab / tp * hidden / 1e9),
     )
+
+
+def _file_of(result: Mapping[str, Any], name: str) -> str:
+    return str(result.get("file", f"{name}-*.json"))
+
+
+def _plain_case(result: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], str]:
+    """Return the first case in which all tokens train, at temperature 1 and without entropy, and where it is."""
+    file = _file_of(result, name)
+    for case, where in _objects(result, "cases", f"{file}: "):
+        if "error" in case:
+            continue
+        fields, _ = _object(case, "case", f"{where}.")
+        if fields.get("fraction") == fields.get("temperature", 1) == 1 and not fields.get("entropy"):
+            return case, where
+    raise ConfigError(
+        f"--measured: {file} has no case in which all tokens train, without entropy; run nemo-geomask bench {name} "
+        "with --fractions 1 and --entropy off on the GPU"
+    )
+
+
+def _nanoseconds_per(
+    case: Mapping[str, Any], where: str, names: Mapping[str, str], unit: float
+) -> dict[str, tuple[float, float]]:
+    """Return the nanoseconds of the forward and of the backward pass of each method per unit of its work.
+
+    Args:
+        case: the case.
+        where: its place in the file.
+        names: name of the measured path of each method.
+        unit: work of the case, in units.
+    """
+    rows = {row.get("path"): (row, place) for row, place in _measured_rows(case, where)}
+    nanoseconds = {}
+    for method, path in names.items():
+        if path not in rows:
+            raise ConfigError(
+                f"--measured: '{path}' was not measured in {where}; run nemo-geomask bench, without --paths, on the "
+                "GPU where NeMo-RL is importable"
+            )
+        row, place = rows[path]
+        forward, backward = (
+            _number(times, "median", f"{times_place}.") * 1e6 / unit
+            for times, times_place in (_object(row, key, f"{place}.") for key in ("forward_ms", "backward_ms"))
+        )
+        nanoseconds[method] = forward, backward
+    return nanoseconds
+
+
+def _measured_rows(case: Mapping[str, Any], where: str) -> list[tuple[Mapping[str, Any], str]]:
+    return [
+        (row, place)
+        for row, place in _objects(case, "paths", f"{where}.")
+        if row.get("status") == "measured" and isinstance(row.get("path"), str)
+    ]
+
+
+def _invalid(parent: Mapping[str, Any], key: str, where: str, expected: str) -> ConfigError:
+    """Return the error of a value.
+
+    Args:
+        parent: object that should hold the value.
+        key: its key.
+        where: what precedes the key in the message: the file and the place of the object in it.
+        expected: what the value must be.
+    """
+    actual = f"is {reprlib.repr(parent[key])}" if key in parent else "is missing"
+    return ConfigError(
+        f"--measured: {where}{key} {actual}, but must be {expected}; measure again with nemo-geomask bench"
+    )
+
+
+def _object(parent: Mapping[str, Any], key: str, where: str) -> tuple[Mapping[str, Any], str]:
+    """Return an object of JSON and its place in the file."""
+    value = parent.get(key)
+    if not isinstance(value, Mapping):
+        raise _invalid(parent, key, where, "an object")
+    return value, f"{where}{key}"
+
+
+def _objects(parent: Mapping[str, Any], key: str, where: str) -> list[tuple[Mapping[str, Any], str]]:
+    """Return the objects of a list of JSON, each with its place in the file."""
+    values = parent.get(key)
+    if not isinstance(values, list) or not all(isinstance(value, Mapping) for value in values):
+        raise _invalid(parent, key, where, "a list of objects")
+    return [(value, f"{where}{key}[{index}]") for index, value in enumerate(values)]
+
+
+def _number(parent: Mapping[str, Any], key: str, where: str) -> float:
+    value = parent.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _SMALLEST <= value <= _LARGEST:
+        raise _invalid(parent, key, where, f"a number from {_SMALLEST:g} to {_LARGEST:g}")
+    return float(value)
+
+
+def _count(parent: Mapping[str, Any], key: str, where: str) -> int:
+    value = parent.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+        raise _invalid(parent, key, where, f"a whole number from 1 to {_LARGEST:g}")
+    return value
+
+
+def _text(parent: Mapping[str, Any], key: str, where: str) -> str:
+    value = parent.get(key)
+    if not isinstance(value, str) or not value.isprintable() or len(value) > _MAX_TEXT:
+        raise _invalid(parent, key, where, f"printable text of up to {_MAX_TEXT} characters")
+    return value
 
 
 def method_seconds(method: str, head: OutputWork, costs: Costs) -> tuple[float, float]:

@@ -68,12 +68,11 @@ def find_change(
     count = len(values)
     if count < MIN_VALUES or not np.isfinite(values).all():
         return None
-    time = np.arange(count, dtype=float)
     best: tuple[float, int, bool] | None = None
-    for index in range(min_before, count - min_after + 1):
-        steps_since = np.maximum(time - index + 1, 0.0)  # 0 before the change, then 1, 2, …
-        for shape, is_gradual in ((np.sign(steps_since), False), (steps_since, True), (np.log1p(steps_since), True)):
-            residual = _squared_residual(values, shape)
+    indices = range(min_before, count - min_after + 1)
+    residuals = _squared_residuals(values)[indices.start : indices.stop]
+    for index, fits in zip(indices, residuals.tolist(), strict=True):
+        for residual, is_gradual in zip(fits, (False, True, True), strict=True):
             if best is None or residual < best[0] * (MAX_SLOPE_RESIDUAL if is_gradual else 1.0):
                 best = residual, index, is_gradual
     assert best is not None
@@ -102,9 +101,40 @@ def step_noise(values: Array) -> float:
     return deviation / median_of_normal / math.sqrt(2)
 
 
-def _squared_residual(values: Array, shape: Array) -> float:
-    """Return the squared residual of the least-squares fit of a constant plus a multiple of ``shape``."""
-    centred_values, centred_shape = values - values.mean(), shape - shape.mean()
-    slope = float(centred_values @ centred_shape) / float(centred_shape @ centred_shape)
-    residual = centred_values - slope * centred_shape
-    return float(residual @ residual)
+def _squared_residuals(values: Array) -> Array:
+    """Return the squared residuals of the fits of a jump, a line and a logarithm that begin at each index, [count, 3].
+
+    Each fit is, by least squares, a constant plus a multiple of a shape. The shape is 0 before the index; from there on
+    it is 1, or n, or log(1 + n) in the n-th value. With centred values y and a shape x, the residual is
+    Σy² - (Σxy)² / Σ(x - mean x)². The sums are computed for all indices at once, in the order of the number of changed
+    values. The row of index 0, where the jump is no change, is NaN.
+    """
+    count = len(values)
+    centred = values - values[0]  # first, so that the sums of numbers far from 0 lose no digits
+    centred -= centred.mean()
+    square = float(centred @ centred)
+    from_last = centred[::-1]
+    sums = np.cumsum(from_last)
+    steps = np.arange(1.0, count + 1)
+    logarithms = np.log1p(steps)
+    residuals = np.full((count, 3), np.nan)
+    for column, (shape, products) in enumerate(
+        (
+            (np.ones(count), sums),
+            (steps, np.cumsum(sums)),
+            (logarithms, _convolution(logarithms, from_last)),
+        )
+    ):
+        variation = np.cumsum(shape * shape) - np.cumsum(shape) ** 2 / count
+        residuals[1:, column] = (square - products[:-1] ** 2 / variation[:-1])[::-1]
+    # Rounding errors are smaller than this. They must not decide between fits that are all perfect.
+    smallest = 4 * count * np.finfo(float).eps * square
+    residuals[residuals <= smallest] = 0.0
+    return residuals
+
+
+def _convolution(first: Array, second: Array) -> Array:
+    """Return the convolution of two series of the same length, up to that length, by the fast Fourier transform."""
+    count = len(first)
+    size = 1 << (2 * count - 1).bit_length()  # zeros keep the ends apart; a power of 2 is fast
+    return np.fft.irfft(np.fft.rfft(first, size) * np.fft.rfft(second, size), size)[:count]

@@ -252,7 +252,7 @@ def _judge_metric(name: str, by_step: Mapping[int, float]) -> _MetricVerdict:
     if change is not None and change.rise >= MIN_RISE and change.score >= MIN_SCORE:
         since = numeric_steps[change.first]
     judged_steps = steps[-max(3, len(steps) // 3) :] if since is None else [step for step in steps if step >= since]
-    values = np.array([by_step[step] for step in judged_steps if step in numeric_steps])
+    values = np.array([by_step[step] for step in judged_steps if _is_number(by_step[step])])
     if since is None and 2 * len(values) < len(judged_steps):
         return _MetricVerdict("healthy", None, math.nan, f"NaN in most of the last third of the steps: {name}")
     with np.errstate(over="ignore", invalid="ignore"):

@@ -1,7 +1,12 @@
 """``bench scale``: its formulas against values by hand, and its costs against the figures that they are from."""
 
+import copy
 import dataclasses
+import functools
 import json
+import math
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +23,7 @@ LINEAR, LOGPROBS = (
     json.loads((MEASURED / f"{name}.json").read_text())
     for name in ("linear-nvidia-h100-80gb-hbm3-2026-11-27", "logprobs-nvidia-h100-80gb-hbm3-2026-11-26")
 )
+MISSING = object()
 # 2 FLOP/s, so that a product's floating-point operations are twice its seconds.
 COSTS = scale_costs.Costs(
     "a GPU", 1e12, 2.0, dict.fromkeys(LOGPROB_METHODS, (1e15, 2e15)), {"NeMo-RL, fused": (1e18, 4e18)}
@@ -197,8 +203,13 @@ def test_own_measurements(path, tmp_path, capsys):
     [
         ("{}", "linear-gpu.json is not what nemo-geomask bench linear --out"),
         ("[]", "linear-gpu.json is not what nemo-geomask bench linear --out"),
-        ("{", "linear-gpu.json can't be read"),
-        ('{"benchmark": "linear"}', "linear-*.json has no case in which all tokens train"),
+        ("{", "linear-gpu.json: not valid JSON"),
+        ("[" * 100_000, "linear-gpu.json: mappings and lists are nested more than 100 deep"),
+        ("[" + "0," * 300_000 + "0]", "linear-gpu.json: there are more than 200,000 values"),
+        ('{"a": ' + "1" * 5000 + "}", "linear-gpu.json: an integer has more than 1,000 digits"),
+        ("\0", "linear-gpu.json: not valid JSON"),
+        ('{"benchmark": "linear"}', "linear-gpu.json: cases is missing, but must be a list of objects"),
+        ('{"benchmark": "linear", "cases": []}', "linear-gpu.json has no case in which all tokens train"),
     ],
 )
 def test_files_of_something_else_are_said(text, message, path, tmp_path, capsys):
@@ -206,6 +217,87 @@ def test_files_of_something_else_are_said(text, message, path, tmp_path, capsys)
     (tmp_path / "linear-gpu.json").write_text(text)
     assert main(["bench", "scale", str(path), "--measured", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
+
+
+def refusal(path, folder, capsys):
+    """Return the only line that ``bench scale`` prints about the files in a folder, which it refuses at once."""
+    before = time.process_time()
+    assert main(["bench", "scale", str(path), "--measured", str(folder)]) == 2
+    assert time.process_time() - before < 5
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    assert len(error) < 1000
+    return error
+
+
+def test_a_file_that_cannot_be_read_is_said(path, tmp_path, capsys):
+    file = tmp_path / "linear-gpu.json"
+    os.mkfifo(file)
+    assert f"{file}: is a FIFO, not a regular file" in refusal(path, tmp_path, capsys)
+    file.unlink()
+    file.mkdir()
+    assert f"{file} can't be read: Is a directory" in refusal(path, tmp_path, capsys)
+    file.rmdir()
+    file.write_bytes(b"\xff")
+    assert f"{file} can't be read: 'utf-8' codec can't decode" in refusal(path, tmp_path, capsys)
+    with file.open("wb") as large:
+        large.truncate(2**31)  # takes no space
+    assert f"{file}: the file has more than 4,000,000 bytes (2,147,483,648 here)" in refusal(path, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "value", "message"),
+    [
+        ("linear", "cases", 5, "cases is 5, but must be a list of objects"),
+        ("linear", "cases", [5], "cases is [5], but must be a list of objects"),
+        ("logprobs", "cases", None, "cases is None, but must be a list of objects"),
+        ("linear", "cases 0 case", [1], "cases[0].case is [1], but must be an object"),
+        ("linear", "cases 0 case", MISSING, "cases[0].case is missing, but must be an object"),
+        ("linear", "cases 0 case tp", 0, "cases[0].case.tp is 0, but must be a whole number from 1 to 1e+15"),
+        ("logprobs", "cases 0 case tp", 0, "cases[0].case.tp is 0, but must be a whole number"),
+        ("logprobs", "cases 0 case vocab", 1.5, "cases[0].case.vocab is 1.5, but must be a whole number"),
+        ("linear", "cases 0 case tokens", True, "cases[0].case.tokens is True, but must be a whole number"),
+        ("linear", "cases 0 case tokens", "8", "cases[0].case.tokens is '8', but must be a whole number"),
+        ("linear", "cases 0 case hidden", 10**400, "cases[0].case.hidden is 1000"),
+        ("linear", "cases 0 case hidden", MISSING, "cases[0].case.hidden is missing"),
+        *(
+            (
+                "linear",
+                "cases 0 products_tflop_s",
+                value,
+                f"cases[0].products_tflop_s is {value!r}, but must be a number",
+            )
+            for value in ("x", 0, -1, math.nan, math.inf, 1e-320, None, {}, False)
+        ),
+        ("linear", "cases 0 products_tflop_s", MISSING, "cases[0].products_tflop_s is missing"),
+        ("linear", "cases 0 paths", {}, "cases[0].paths is {}, but must be a list of objects"),
+        ("linear", "cases 0 paths", ["x"], "cases[0].paths is ['x'], but must be a list of objects"),
+        ("linear", "cases 0 paths", [{}], "'NeMo-RL fused linear (1024)' was not measured in "),
+        ("linear", "cases 0 paths", [{"path": [], "status": "measured"}], "was not measured in "),
+        ("logprobs", "cases 0 paths 0 forward_ms", {}, "cases[0].paths[0].forward_ms.median is missing"),
+        ("logprobs", "cases 0 paths 0 forward_ms", 3, "cases[0].paths[0].forward_ms is 3, but must be an object"),
+        ("logprobs", "cases 0 paths 0 backward_ms median", math.nan, "cases[0].paths[0].backward_ms.median is nan"),
+        ("linear", "machine", MISSING, "machine is missing, but must be an object"),
+        ("linear", "machine", "H100", "machine is 'H100', but must be an object"),
+        ("linear", "machine torch", MISSING, "machine.torch is missing, but must be printable text"),
+        ("linear", "machine name", "a\nb", "machine.name is 'a\\nb', but must be printable text"),
+        ("linear", "machine name", "\ud800", "machine.name is '\\ud800', but must be printable text"),
+        ("linear", "machine date", "2" * 10_000, "machine.date is '2222"),
+    ],
+)
+def test_a_value_that_is_no_measurement_is_said(name, keys, value, message, path, tmp_path, capsys):
+    results = {"linear": copy.deepcopy(LINEAR), "logprobs": copy.deepcopy(LOGPROBS)}
+    *parents, last = (int(key) if key.isdigit() else key for key in keys.split())
+    parent = functools.reduce(lambda container, key: container[key], parents, results[name])
+    if value is MISSING:
+        del parent[last]
+    else:
+        parent[last] = value
+    for stem, result in results.items():
+        (tmp_path / f"{stem}-gpu.json").write_text(json.dumps(result))
+    error = refusal(path, tmp_path, capsys)
+    assert message in error
+    assert str(tmp_path / f"{name}-gpu.json") in error
 
 
 def test_costs_are_of_whole_rows_without_entropy():

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -176,3 +177,11 @@ def test_a_long_run_of_many_metrics_is_read(tmp_path):
         ({"step": step, "gen_kl_error": 1e-3, **dict.fromkeys(names, 0.5)} for step in range(1, 7001)),
     )
     assert len(read_logged(folder)["gen_kl_error"]) == 7000
+
+
+def test_the_time_of_a_verdict_is_not_quadratic_in_the_steps():
+    # Every third value is NaN, so that the values of the last third of the steps are looked up in a long series.
+    errors = [math.nan if step % 3 == 0 else 1.01 + 0.001 * (step % 5) for step in range(100_000)]
+    before = time.process_time()
+    assert judge_logged(series(errors)).health == "healthy"
+    assert time.process_time() - before < 5  # 1 s on the machine of the tests

@@ -7,6 +7,7 @@ import math
 import random
 import statistics
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -102,12 +103,11 @@ def fitted(values, shape):
     return sum((y - mean_value - slope * (x - mean_shape)) ** 2 for x, y in zip(shape, values, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_a_change_is_the_best_fit_and_a_slope_must_be_clearly_better(seed):
-    values = [value + (seed % 3) * 0.1 * max(0, step - 5) for step, value in enumerate(drawn(12, 0.3, seed))]
+def best_fit(values, min_before=3, min_after=2):
+    """Index of the change and whether it is gradual, by fits of every shape at every index, one after the other."""
     best = None
-    for index in range(3, 11):
-        since = [max(0, step - index + 1) for step in range(12)]
+    for index in range(min_before, len(values) - min_after + 1):
+        since = [max(0, step - index + 1) for step in range(len(values))]
         for shape, is_gradual in (
             ([float(x > 0) for x in since], False),
             (since, True),
@@ -116,8 +116,50 @@ def test_a_change_is_the_best_fit_and_a_slope_must_be_clearly_better(seed):
             residual = fitted(values, shape)
             if best is None or residual < best[0] * (0.8 if is_gradual else 1.0):
                 best = residual, index, is_gradual
+    return best[1:]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_change_is_the_best_fit_and_a_slope_must_be_clearly_better(seed):
+    values = [value + (seed % 3) * 0.1 * max(0, step - 5) for step, value in enumerate(drawn(12, 0.3, seed))]
     found = find_change(values, 0.05)
-    assert (found.first, found.is_gradual) == best[1:]
+    assert (found.first, found.is_gradual) == best_fit(values)
+
+
+@pytest.mark.parametrize("offset", [0.0, -20.7, 1e6, -1e8])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_change_is_the_best_fit_wherever_it_is_and_however_far_from_zero(seed, offset):
+    generator = random.Random(seed)
+    count, min_before, min_after = generator.randint(5, 70), generator.randint(1, 3), generator.randint(1, 2)
+    first, scale = generator.randint(1, count), generator.choice([0.01, 0.3, 3.0])
+    shape = generator.choice([bool, lambda since: 0.1 * since, math.log1p, lambda since: 50.0 * (since == 1)])
+    values = [
+        offset + value + shape(max(0, step - first + 1)) for step, value in enumerate(drawn(count, scale, seed + 1))
+    ]
+    found = find_change(values, 0.05, min_before=min_before, min_after=min_after)
+    assert (found.first, found.is_gradual) == best_fit(values, min_before, min_after)
+    rise = statistics.fmean(values[found.first :]) - statistics.fmean(values[: found.first])
+    assert found.rise == pytest.approx(rise, rel=1e-6, abs=1e-15 * count * abs(offset))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+@pytest.mark.parametrize(
+    ("shape", "is_gradual"), [(lambda since: np.sign(since) * 2.0, False), (np.log1p, True)], ids=["jump", "logarithm"]
+)
+def test_the_time_of_a_change_is_not_quadratic_in_the_steps(shape, is_gradual, offset):
+    noise_values = np.random.default_rng(0).normal(0.0, 0.05, 100_000)
+    values = offset + noise_values + shape(np.maximum(0.0, np.arange(100_000) - 69_999))
+    before = time.process_time()
+    found = find_change(values, 0.05)
+    assert time.process_time() - before < 5  # 0.5 s on the machine of the tests; the plain loop takes minutes
+    assert (found.first, found.is_gradual) == (pytest.approx(70_000, abs=20 if is_gradual else 0), is_gradual)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1e6 + 0.1])
+def test_equal_values_have_their_first_change_and_no_rise(value):
+    found = find_change([value] * 1000, 0.05)
+    assert (found.first, found.is_gradual) == (3, False)
+    assert found.rise == pytest.approx(0.0, abs=1e-9)
 
 
 def test_of_equal_fits_the_first_is_meant():
