@@ -167,7 +167,7 @@ def _describe_parts(cells: Any, bounds: Sequence[int], *, is_matched: bool) -> l
 
 def load_runs(path: Path) -> list[RunCurves]:
     """Read the runs of a data file; variants keep the order in which they were collected."""
-    facts, columns = read_columns(path, _METADATA_KEY)
+    facts, columns = read_columns(path, _METADATA_KEY, texts=("variant",))
     runs: dict[tuple[str, int], dict[str, list[float]]] = {}
     for row, key in enumerate(zip(columns.pop("variant"), columns.pop("seed"), strict=True)):
         run = runs.setdefault(key, {name: [] for name in columns})

@@ -19,6 +19,8 @@ __all__ = ["draw_evidence", "import_pyplot", "write_plot"]
 _MIN_WINDOW, _WINDOWS_IN_A_RUN = 5, 25
 _LABEL_OF_A_COLUMN = 55  # characters of a label, with room for its suffix, at which two columns fit below the panels
 _LEGEND_ROW = 0.2  # inches
+_MOST_POINTS = 5_000  # of a line; smoothing takes time in proportion to their square
+_LARGEST_DRAWN = 1e30  # matplotlib fails at an axis that ends near the largest float
 
 
 def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
@@ -55,13 +57,17 @@ def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
     reward.axhline(chance, color="0.35", linewidth=1, linestyle=":", label=f"chance ({chance:.3f})")
     reward.set_ylim(0, 1)
     removed.set_ylim(0, max(0.02, removed.get_ylim()[1]))
-    if mismatch.has_data() and any(value > 0 for curve in curves for value in curve.series("geomask/mismatch_abs")):
+    if mismatch.has_data() and any(
+        0 < value <= _LARGEST_DRAWN for curve in curves for value in curve.series("geomask/mismatch_abs")
+    ):
         mismatch.set_yscale("log")
     for axes in (weight, removed):
         axes.set_xlabel("step (rollout batch)")
-    figure.legend(
+    legend = figure.legend(
         *reward.get_legend_handles_labels(), fontsize="small", loc="outside lower center", ncols=legend_columns
     )
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a label may hold a dollar sign
 
     first, seeds = curves[0].facts, sorted({curve.seed for curve in curves})
     has_seeds = len(seeds) > 1
@@ -74,6 +80,7 @@ def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
             else f"thin: each step; thick: mean of {window} steps"
         ),
         fontsize="medium",
+        parse_math=False,
     )
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
@@ -132,14 +139,26 @@ def _set_up_panel(axes: Any, title: str, unit: str) -> None:
 def _plot_runs(axes: Any, runs: Sequence[RunCurves], key: str, look: LineLook, *, label: str, window: int) -> None:
     """Plot a metric of each run as a thin line, and the mean of the runs as a thick one, averaged over some steps."""
     series = [run.series(key) for run in runs]
+    stride = math.ceil(max(map(len, series)) / _MOST_POINTS) or 1
+    if stride > 1:
+        series = [
+            [_mean(values[start : start + stride]) for start in range(0, len(values), stride)] for values in series
+        ]
+        window = max(1, window // stride)
     if all(math.isnan(value) for values in series for value in values):
         return
     for values in series:
         points = values if len(series) == 1 else _smooth(values, window)
-        axes.plot(range(1, len(points) + 1), points, linewidth=0.7, alpha=0.35, **look)
+        axes.plot(
+            [1 + stride * place for place in range(len(points))], _drawable(points), linewidth=0.7, alpha=0.35, **look
+        )
     # The mean ends with the shortest run, because a mean over fewer seeds would jump there.
     mean = _smooth([_mean(values) for values in zip(*series, strict=False)], window)
-    axes.plot(range(1, len(mean) + 1), mean, linewidth=1.8, label=label, **look)
+    axes.plot([1 + stride * place for place in range(len(mean))], _drawable(mean), linewidth=1.8, label=label, **look)
+
+
+def _drawable(values: Sequence[float]) -> list[float]:
+    return [value if abs(value) <= _LARGEST_DRAWN else math.nan for value in values]
 
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:

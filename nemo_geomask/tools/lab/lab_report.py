@@ -112,18 +112,21 @@ _LINES: tuple[tuple[str, Callable[[Row], str]], ...] = (
 
 
 def _print_table(summaries: Sequence[VariantSummary], baseline: str, console: Any) -> None:
+    as_text = require("rich.text", "the lab needs", "demo").Text  # labels may look like rich's markup
     table = require("rich.table", "the lab needs", "demo").Table(
-        title=f"baseline {baseline}; runs of a seed have the same initial weights and prompts"
+        title=as_text(f"baseline {baseline}; runs of a seed have the same initial weights and prompts")
     )
     table.add_column("means over seeds", no_wrap=True)
     for summary in summaries:
-        table.add_column(summary.label.replace(":", "\n:").replace("+", "\n+").replace(" ", "\n"), justify="right")
+        label = summary.label.replace(":", "\n:").replace("+", "\n+").replace(" ", "\n")
+        table.add_column(as_text(label), justify="right")
     for name, cell in _LINES:
         table.add_row(name, *(cell(summary.row) for summary in summaries))
     mixed = _packages_of_several_versions(summaries)
     for package in mixed:
         table.add_row(
-            f"version of {package}", *("\n".join(summary.row["versions"].get(package, "–")) for summary in summaries)
+            as_text(f"version of {package}"),
+            *(as_text("\n".join(summary.row["versions"].get(package, "–"))) for summary in summaries),
         )
     console.print(table)
     first = summaries[0].curves[0].facts
@@ -187,7 +190,7 @@ def print_diagnosis(curves: Sequence[RunCurves], out: Path, console: Any) -> Non
     """
     recorded: dict[str, RunCurves] = {}
     for curve in curves:
-        if curve.facts["loss_fn"].get("record"):
+        if curve.facts.get("loss_fn", {}).get("record"):
             recorded.setdefault(curve.label, curve)
     if not recorded:
         return

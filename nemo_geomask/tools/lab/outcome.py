@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 def final_reward(rewards: Sequence[float]) -> float:
     """Return the mean reward of the last ten steps."""
-    return fmean(rewards[-WINDOW:])
+    return _average(rewards[-WINDOW:])
 
 
 def has_collapsed(rewards: Sequence[float]) -> bool:
@@ -58,7 +58,7 @@ def has_collapsed(rewards: Sequence[float]) -> bool:
 
 def best_reward(rewards: Sequence[float]) -> float:
     """Return the largest mean reward of ten consecutive steps; with fewer steps, the mean of all."""
-    return max(_moving_means(rewards), default=fmean(rewards))
+    return max(_moving_means(rewards), default=_average(rewards))
 
 
 def has_died(run: RunCurves, *, target: float = TARGET) -> bool:
@@ -72,8 +72,8 @@ def has_died(run: RunCurves, *, target: float = TARGET) -> bool:
     if run.steps < 2 * WINDOW or final_reward(run.series("reward")) >= target:
         return False
     norms, entropies = run.series("grad_norm"), run.series("approx_entropy")
-    has_no_gradient = fmean(norms[-WINDOW:]) < _DEAD_GRADIENT * fmean(norms[:WINDOW])
-    return has_no_gradient or fmean(entropies[-WINDOW:]) < _DEAD_ENTROPY
+    has_no_gradient = _average(norms[-WINDOW:]) < _DEAD_GRADIENT * _average(norms[:WINDOW])
+    return has_no_gradient or _average(entropies[-WINDOW:]) < _DEAD_ENTROPY
 
 
 def steps_to_reward(target: float, rewards: Sequence[float]) -> int | None:
@@ -174,12 +174,20 @@ def _versions(runs: Sequence[RunCurves]) -> dict[str, list[str]]:
 
 
 def _moving_means(rewards: Sequence[float]) -> list[float]:
-    return [fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)]
+    return [_average(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)]
+
+
+def _average(values: Sequence[float]) -> float:
+    """Return ``fmean``; NaN where the sum overflows, or adds infinities of both signs."""
+    try:
+        return fmean(values)
+    except (OverflowError, ValueError):
+        return math.nan
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
     present = [value for value in values if value is not None and math.isfinite(value)]
-    return fmean(present) if present else None
+    return _average(present) if present else None
 
 
 def _last_finite(values: Sequence[float]) -> float | None:

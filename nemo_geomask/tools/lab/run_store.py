@@ -17,16 +17,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.errors import ConfigError
-from nemo_geomask.optional import require
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nemo_geomask.errors import ConfigError, InputLimitError
+from nemo_geomask.recipe.input_limits import InputLimits, check_values
 from nemo_geomask.tools.lab.curve_files import read_columns, write_columns
-from nemo_geomask.tools.lab.lab_recipe import LabRecipe
+from nemo_geomask.tools.lab.lab_recipe import SEEDS, LabRecipe
 from nemo_geomask.tools.shared.flat_settings import differing_keys, flatten_settings
 
 __all__ = ["COMPUTE_KEYS", "Run", "RunCurves", "read_curves", "write_steps"]
 
 _METADATA_KEY = b"nemo_geomask.tools.lab"
 _STEPS = "steps"
+_MAX_LABEL = 1_000
+_FACT_LIMITS = InputLimits(string_characters=10_000)
 COMPUTE_KEYS = {"tp", "cp", "dp", "num_threads", "device", "rollouts_every", "compare", "vary", "presets"}
 """Keys of ``lab:`` that do not define a run: they determine how runs are computed, planned and stored."""
 
@@ -89,6 +93,27 @@ class Run:
         return self.steps_file.exists() and RunCurves.read(self.steps_file).finished
 
 
+class _RunFacts(BaseModel):
+    """Types of the facts of :class:`RunCurves` that the lab reads; other facts may be anything."""
+
+    model_config = ConfigDict(strict=True)
+
+    label: str = Field(min_length=1, max_length=_MAX_LABEL)
+    variant: str
+    position: int = Field(0, ge=0, lt=2**31)
+    seed: int = Field(ge=0, lt=SEEDS)
+    finished: bool
+    settings: dict[str, Any]
+    loss_fn: dict[str, Any] = {}
+    corrected: bool
+    chance: float = Field(ge=0, le=1)
+    sampler: str = Field(max_length=_MAX_LABEL)
+    precision: str = Field(max_length=_MAX_LABEL)
+    ranks: dict[str, Any] = {}
+    versions: dict[str, str] = {}
+    error: str = ""
+
+
 @dataclass(frozen=True)
 class RunCurves:
     """Metrics of a stored run, step by step.
@@ -110,14 +135,12 @@ class RunCurves:
         """Read a file of ``steps/``.
 
         Raises:
-            ConfigError: the file is not the file of a run.
+            ConfigError: the file is not the file of a run, or too large for one.
         """
-        arrow = require("pyarrow", "the lab needs", "demo")
-        try:
-            facts, columns = read_columns(path, _METADATA_KEY)
-        except (arrow.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path} is not a run of the lab: {' '.join(str(error).split())[:200]}") from None
-        return cls(facts, {name: values for name, values in columns.items() if name not in ("seed", "variant")})
+        facts, columns = read_columns(path, _METADATA_KEY, ignored=("seed", "variant"))
+        if problem := _describe_problem(facts, columns):
+            raise ConfigError(f"{path} is not a run of the lab: {problem}; move it elsewhere to go on without it")
+        return cls(facts, columns)
 
     @property
     def label(self) -> str:
@@ -166,6 +189,27 @@ class RunCurves:
                 max(0.0, round(1.0 - kept, 6)) if kept == kept else kept for kept in self.series("geomask/kept_tokens")
             ]
         return list(self.columns.get(key, [math.nan] * self.steps))
+
+
+def _describe_problem(facts: Any, columns: Mapping[str, Sequence[float]]) -> str:
+    """Return what keeps the content of a file from being that of a run; empty if nothing does."""
+    try:
+        check_values(facts, "", _FACT_LIMITS)
+        _RunFacts.model_validate(facts)
+    except InputLimitError:
+        return "its facts are nested too deeply, or too long"
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(["facts", *map(str, problem["loc"])])
+        return f"its {place[:100]}: {problem['msg'][:100]}"
+    steps = columns.get("step")
+    if steps is None:
+        return "it has no column step"
+    if list(steps) != list(range(1, len(steps) + 1)):
+        return "its steps are not 1, 2, 3 and so on"
+    if facts["finished"] and not steps:
+        return "it is finished without a step"
+    return ""
 
 
 def write_steps(run: Run, history: Sequence[Mapping[str, float]], facts: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from nemo_geomask.tools.lab.trainer import Trainer
 from tests.tools.lab.tiny_recipe import TINY
 
 TIMINGS = {"generation_seconds", "step_seconds"}
-FACTS = {"corrected": False, "chance": 0.2}
+FACTS = {"corrected": False, "chance": 0.2, "sampler": "copy", "precision": "float32"}
 
 
 def test_steps_come_back_as_they_were(tiny, tmp_path):
