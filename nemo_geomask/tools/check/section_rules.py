@@ -181,7 +181,8 @@ def _is_referenced(section: str, facts: RecipeFacts) -> bool:
 def _unknown_key(facts: RecipeFacts) -> Iterator[Hit]:
     assert facts.nemo_rl is not None
     unknown_sections: list[str] = []
-    for key, origin, known_names in _first_unknown_keys(facts):
+    unknown_keys = _unknown_keys(facts)
+    for key, origin, known_names in itertools.islice(unknown_keys, _MAX_UNKNOWN_KEYS):
         section, _, name = key.rpartition(".")
         is_inside = any(key.startswith((f"{outer}.", f"{outer}[")) for outer in unknown_sections)
         if not section or is_inside:  # GM004 and GM005 report sections
@@ -206,13 +207,13 @@ def _unknown_key(facts: RecipeFacts) -> Iterator[Hit]:
             continue
         unknown_sections.append(key)
         yield Hit(key, problem, origin)
-    others = [*itertools.islice(_unknown_keys(facts), _MAX_UNKNOWN_KEYS, None)]
-    if others:
+    not_judged = list(unknown_keys)
+    if not_judged:
         yield Hit(
-            others[0].key,
-            f"NeMo-RL's files do not have this key and the {len(others) - 1:,} unknown ones after it; they were not "
-            f"looked at, since {_MAX_UNKNOWN_KEYS} others are unknown as well: correct or remove those first",
-            others[0].origin,
+            not_judged[0].key,
+            f"NeMo-RL's files do not have this key and the {len(not_judged) - 1:,} unknown ones after it; they were "
+            f"not looked at, since {_MAX_UNKNOWN_KEYS} others are unknown as well: correct or remove those first",
+            not_judged[0].origin,
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from nemo_geomask.errors import DataError, InputLimitError
+from nemo_geomask.errors import DataError
 from nemo_geomask.tools.probe.stored_files import Content, Frozen, read_json_file, validate
 from nemo_geomask.tools.shared.json_output import write_json_file
 
@@ -151,9 +151,7 @@ class StartStore:
         try:
             stored = read_json_file(file)
             content, digest = stored["content"], stored["sha256"]
-        except (InputLimitError, OSError):
-            raise
-        except (DataError, KeyError, TypeError):
+        except (DataError, KeyError):
             content, digest = None, ""
         if _digest(content) != digest:
             raise DataError(f"{file} does not have its own hash; it was changed or cut. Delete it to run it again")

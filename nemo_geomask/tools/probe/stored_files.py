@@ -24,13 +24,12 @@ _MAX_BYTES = 2**30
 _MAX_TEXT = 5000  # characters of an error, of a name, or of a token
 
 _Text = Annotated[str, Field(max_length=_MAX_TEXT)]
-_Name = Annotated[str, Field(max_length=_MAX_TEXT)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-def read_json_file(path: Path) -> Any:
-    """Return the value of a JSON file of the probe.
+def read_json_file(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of the probe.
 
     Raises:
         InputLimitError: it is no regular file.
@@ -45,10 +44,11 @@ def read_json_file(path: Path) -> Any:
     except OSError as error:
         raise DataError(f"{path}: can't be read: {error.strerror or error}") from None
     try:
-        return json.loads(text)
+        content: dict[str, Any] = json.loads(text)
     except (ValueError, RecursionError, MemoryError) as error:
         reason = str(error)[:200] if isinstance(error, ValueError) else type(error).__name__
         raise DataError(f"{path}: not JSON: {reason}; remove it, or give another folder to --out") from None
+    return content
 
 
 def validate(model: type[_Model], value: Any, path: Path) -> None:
@@ -74,13 +74,13 @@ class _StoredModel(BaseModel):
 class _Request(_StoredModel):
     logprobs: list[list[float]]
     seconds: _Seconds
-    settings: dict[_Name, str] = {}
+    settings: dict[_Text, str] = {}
 
 
 class _Layers(_StoredModel):
     error: _Text
-    own: dict[_Name, float] = {}
-    replayed: dict[_Name, float] = {}
+    own: dict[_Text, float] = {}
+    replayed: dict[_Text, float] = {}
     head: list[list[float]] = []
 
 
@@ -90,10 +90,10 @@ class _Adapters(_StoredModel):
 
 
 class _Scores(_StoredModel):
-    decode: dict[_Name, _Request]
-    trainer: dict[_Name, _Request]
+    decode: dict[_Text, _Request]
+    trainer: dict[_Text, _Request]
     prefill: _Request
-    engine_settings: dict[_Name, str]
+    engine_settings: dict[_Text, str]
     layers: _Layers | None = None
     adapters: _Adapters | None = None
 
@@ -106,12 +106,12 @@ class _Scores(_StoredModel):
 
 
 class Content(_StoredModel):
-    """What a start stores: its error, or its scores."""
+    """Content of a stored start: its error, or its scores."""
 
     error: _Text
     scores: dict[str, Any]
     frozen: _Text
-    weights: list[_Name] | None
+    weights: list[_Text] | None
     sent: _Text
     seconds: _Seconds
 
@@ -131,7 +131,7 @@ class Frozen(_StoredModel):
     sampled: list[list[float]]
     by_trainer: list[bool]
     trainer_error: _Text = ""
-    texts: dict[_Name, _Text] = {}
+    texts: dict[_Text, _Text] = {}
 
     @model_validator(mode="after")
     def _lists_fit(self) -> Frozen:

@@ -25,7 +25,7 @@ from nemo_geomask.tools.rehearse.setting_change import Change
 from nemo_geomask.tools.rehearse.supervision import supervised
 from nemo_geomask.tools.rehearse.tiny_models import write_prompts
 
-__all__ = ["HostedJob", "JobOutcome", "reads_key", "run_job", "values_in_force"]
+__all__ = ["HostedJob", "JobOutcome", "make_empty", "reads_key", "run_job", "values_in_force"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,18 @@ class JobOutcome:
     error: str
     is_timeout: bool
     events: tuple[Mapping[str, Any], ...]
+
+
+def make_empty(folder: Path) -> None:
+    """Make a folder, and delete what it holds.
+
+    Raises: ConfigError: it is a link.
+    """
+    if folder.is_symlink():
+        raise ConfigError(f"{folder} is a link, and what is there would be deleted; remove the link")
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
 
 
 def run_job(
@@ -90,11 +102,7 @@ def run_job(
     script = checkout / planned.script
     if planned.script != "examples/run_grpo.py" or not script.is_file():
         raise ConfigError(f"{planned.script} does not train by GRPO, whose workers the job needs; give a GRPO recipe")
-    if folder.is_symlink():
-        raise ConfigError(f"{folder} is a link, and what is there would be deleted; remove the link")
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+    make_empty(folder)
     write_prompts(folder / "prompts.jsonl")
     command = driver_command(script, facts.recipe.path, (*overrides, *planned.overrides))
     for key, value in (settings or {}).items():

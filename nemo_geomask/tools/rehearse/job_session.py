@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.rehearse.event_log import read_events
-from nemo_geomask.tools.rehearse.hosted_job import HostedJob, JobOutcome, run_job
+from nemo_geomask.tools.rehearse.hosted_job import HostedJob, JobOutcome, make_empty, run_job
 from nemo_geomask.tools.shared.json_output import write_json_file
 
 __all__ = ["JobSession"]
@@ -96,12 +95,9 @@ class JobSession:
 
     def _begin(self, name: str, settings: Mapping[str, Any]) -> None:
         self._work, self._jobs = self._folder / name, self._folder / f"{name}.jobs"
-        for folder in (self._folder, self._jobs):
-            if folder.is_symlink():
-                raise ConfigError(f"{folder} is a link, and what is there would be deleted; remove the link")
-        if self._jobs.exists():
-            shutil.rmtree(self._jobs)
-        self._jobs.mkdir(parents=True)
+        if self._folder.is_symlink():
+            raise ConfigError(f"{self._folder} is a link, and what is there would be deleted; remove the link")
+        make_empty(self._jobs)
         self._settings, self._jobs_sent, self._outcome = dict(settings), 0, None
         self._is_stopped.clear()
         self.workers_started += 1
