@@ -155,17 +155,12 @@ lint: $(VENV)/.test
 
 docs: $(VENV)/.test
 	$(BIN)/python -m nemo_geomask.tools.bench.performance_page docs/background/performance.md
-	$(BIN)/python -m nemo_geomask.tools.check.docs_tables docs
+	$(BIN)/python -m tests.pages
 	$(BIN)/python -m nemo_geomask.tools.diagnose.detection_power --page docs/background/verdict.md
-	$(BIN)/python -m nemo_geomask.tools.diagnose.metric_guide docs/reference/metrics.md
 	$(BIN)/python -m nemo_geomask.tools.lab.evidence
 	$(BIN)/python -m nemo_geomask.tools.lab.tuned_evidence
-	$(BIN)/python -m tests.tools.translate.peers.pages docs/reference/peers.md
-	$(BIN)/python -m tests.suite
 	$(BIN)/python -m nemo_geomask.tools.rehearse.case_matrix --table
 	$(BIN)/python -m nemo_geomask.tools.rehearse.recipe_table
-	$(BIN)/python -m nemo_geomask.cli.reference_page docs/reference/command_line.md
-	$(BIN)/python .ci/api_page.py docs/reference/api.md
 	$(BIN)/nemo-geomask schema --out recipes/recipe.schema.json
 
 SITE := .venv-site
@@ -176,7 +171,9 @@ $(SITE)/.ready: .ci/site-requirements.txt
 	@touch $@
 
 # Every warning is an error: a page in no table of contents, a link or an anchor that leads nowhere.
-site: $(SITE)/.ready
+site: $(SITE)/.ready $(VENV)/.test
+	rm -rf docs/_build docs/_parts
+	$(BIN)/python -m tests.pages --site docs/_parts
 	$(SITE)/bin/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs docs/_build
 
 RELEASE := .venv-release
@@ -221,4 +218,4 @@ smoke:
 	rm -rf $(SMOKE)
 
 clean:
-	rm -rf .venv .venv-* build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist docs/_build docs/_parts *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

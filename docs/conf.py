@@ -6,13 +6,15 @@ from pathlib import Path
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
+PARTS = Path(__file__).parent / "_parts"
+"""Parts that ``python -m tests.pages --site`` has made from the code."""
 
 project = "nemo_geomask"
 author = "The nemo_geomask maintainers"
 copyright = "2026, The nemo_geomask maintainers"
 extensions = ["myst_parser", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "_parts"]
 html_theme = "pydata_sphinx_theme"
 html_title = "nemo_geomask"
 html_theme_options = {
@@ -28,12 +30,13 @@ myst_enable_extensions = ["attrs_inline"]
 
 
 def _adapt(app, docname, source):
-    """Write a page as MyST has it, where the repository's own reader has another form.
+    """Put the parts that are made from the code into a page, and write it as MyST has it.
 
     The anchors of generated tables, ``<a id="x"></a>``, become targets that links are checked against. A link to a page
     outside of this folder leads to the repository.
     """
-    text = re.sub(r'^<a id="([\w-]+)"></a>\n', r"(\1)=\n", source[0], flags=re.MULTILINE)
+    text = re.sub(r"<!-- site: (\w+) -->", lambda match: (PARTS / f"{match[1]}.md").read_text("utf-8"), source[0])
+    text = re.sub(r'^<a id="([\w-]+)"></a>\n', r"(\1)=\n", text, flags=re.MULTILINE)
     source[0] = re.sub(r"\]\(\.\./\.\./(\w+\.md)", rf"]({REPOSITORY}/blob/main/\1", text)
 
 

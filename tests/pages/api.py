@@ -1,14 +1,9 @@
-"""Write the page of the public Python names: ``python .ci/api_page.py docs/reference/api.md``.
-
-Each name that ``nemo_geomask`` exports has its signature and its docstring, as they are in the code.
-"""
+"""Sections of the public Python names, each with its signature and docstring, for ``docs/reference/api.md``."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import sys
-from pathlib import Path
 from typing import Any
 
 PACKAGES = {
@@ -21,12 +16,6 @@ PACKAGES = {
     "nemo_geomask.testing": "What the package promises of every loss",
     "nemo_geomask.hosts.nemo_rl": "Entry points for scripts of your own",
 }
-HEAD = """\
-# Python API
-
-The public names, with the docstrings of the code. This page is generated. [Versions](versions.md#version-numbers) says
-which names keep their meaning, and [Write an objective](../how_to/plugins.md) shows most of them in use.
-"""
 
 
 def entry(package: str, name: str, value: Any) -> str:
@@ -50,9 +39,9 @@ def _without_types(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
 
 
-def api_page() -> str:
-    """Return the page as Markdown."""
-    sections = [HEAD]
+def api_sections() -> str:
+    """Return a Markdown section for each public package."""
+    sections = []
     shown: set[int] = set()
     for package, title in PACKAGES.items():
         module = importlib.import_module(package)
@@ -62,7 +51,3 @@ def api_page() -> str:
         sections.append(f"## {package}\n\n{title}.\n")
         sections += entries
     return "\n".join(sections)
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(api_page(), encoding="utf-8")

@@ -1,41 +1,19 @@
-"""``python -m nemo_geomask.cli.reference_page PAGE``: write the page of all commands, options and exit statuses."""
+"""Sections of all commands, options and exit statuses, for ``docs/reference/command_line.md``."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from nemo_geomask.cli import create_parser, installed_commands
 from nemo_geomask.cli.arguments import all_commands
 from nemo_geomask.cli.help_format import COMMON_EXIT_STATUS
 from nemo_geomask.tools.shared.markdown import markdown_table
 
-__all__ = ["reference_page"]
 
-_HEAD = """\
-# Command line
-
-Every command, its arguments and its exit statuses. This page is generated from the code.
-`nemo-geomask COMMAND --help` prints the same with examples.
-
-A mistyped command or option is answered with the nearest one. Control characters in names and texts are printed as
-escapes. Progress bars and folded tables are drawn on a terminal only; pipes and files get plain text. `NO_COLOR`
-removes all colours. `nemo-geomask completion bash` prints a completion script.
-
-## JSON
-
-`check --format json`, `diagnose --json`, `sweep --json` and `rehearse --json FILE` write JSON for programs. Each object
-has a `version`. It grows when a key is removed, renamed or gets another meaning; new keys may come under the same
-version. `nemo-geomask schema --of COMMAND` prints the JSON Schema. Texts and tables are for people and change in any
-release.
-"""
-
-
-def reference_page() -> str:
-    """Return the page as Markdown."""
+def command_sections() -> str:
+    """Return the table of exit statuses and a Markdown section for each command."""
     commands = installed_commands()
     parsers = all_commands(create_parser([command.name for command in commands]))
     rows = []
@@ -49,7 +27,7 @@ def reference_page() -> str:
         sections.append(f"## {command.name}\n\n{parser.description}{needs}\n\n{arguments}\n")
     rows += [("every command", str(status), meaning) for status, meaning in COMMON_EXIT_STATUS.items()]
     table = markdown_table(("command", "status", "meaning"), rows)
-    return "\n".join([_HEAD, f"## Exit statuses\n\n{table}\n", *sections])
+    return "\n".join([f"## Exit statuses\n\n{table}\n", *sections])
 
 
 def _argument_rows(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
@@ -71,7 +49,3 @@ def _placeholder(action: argparse.Action) -> str:
     if isinstance(action.metavar, str):
         return action.metavar
     return "|".join(map(str, action.choices)) if action.choices else action.dest.upper()
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(reference_page(), encoding="utf-8")

@@ -1,13 +1,8 @@
-"""Tables of the documentation that are generated from the code: rules, fields, objectives, records, host patches.
-
-``python -m nemo_geomask.tools.check.docs_tables docs`` replaces them between their markers.
-"""
+"""Tables of the documentation that are made from the code: rules, fields, objectives, records, host patches."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -22,10 +17,8 @@ from nemo_geomask.hosts.nemo_rl.host_patches import HOST_PATCHES
 from nemo_geomask.records import COLUMNS
 from nemo_geomask.tools.check.all_rules import RULES
 from nemo_geomask.tools.check.objective_text import surrogate_parts
-from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
+from nemo_geomask.tools.shared.markdown import markdown_table
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch, mismatch_switches
-
-__all__ = ["TABLES", "update_tables"]
 
 
 def rule_table() -> str:
@@ -135,27 +128,6 @@ def _conservative_value(switch: MismatchSwitch) -> str:
     return ", with ".join([values, *(f"`{key}: {as_yaml(value)}`" for key, value in switch.also.items())])
 
 
-TABLES = {
-    "reference/rules.md": {"rules": rule_table},
-    "reference/loss_reference.md": {"fields": field_table, "objectives": objective_table},
-    "reference/nemo_rl.md": {"patches": host_patch_table},
-    "reference/probe.md": {"switches": switch_table},
-    "reference/records.md": {"columns": record_column_table, "settings": record_setting_table},
-}
-"""Function that returns each generated table, by page and marker."""
-
-
-def update_tables(page: str, text: str) -> str:
-    """Return the text of a page of :data:`TABLES` with the current tables between its markers.
-
-    Raises:
-        ArgumentError: markers are missing.
-    """
-    for mark, table in TABLES[page].items():
-        text = replace_marked_text(text, mark, table(), page=page)
-    return text
-
-
 def _allowed_values(name: str, field: FieldInfo) -> str:
     """Describe the allowed values of a field: its literals, or its type with bounds."""
     if name == "masks":
@@ -195,9 +167,3 @@ def _default(value: Any) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     return f"`{list(value)}`" if isinstance(value, tuple) else f"`{value}`"
-
-
-if __name__ == "__main__":
-    for page in TABLES:
-        path = Path(sys.argv[1], page)
-        path.write_text(update_tables(page, path.read_text(encoding="utf-8")), encoding="utf-8")

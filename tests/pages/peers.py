@@ -1,18 +1,13 @@
-"""Tables of ``docs/reference/peers.md`` from the recorded cases.
-
-``python -m tests.tools.translate.peers.pages docs/reference/peers.md`` writes them.
-"""
+"""Tables of each peer's recorded cases, for ``docs/reference/peers.md``."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from nemo_geomask.config.strict import as_yaml
-from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
+from nemo_geomask.tools.shared.markdown import markdown_table
 from nemo_geomask.tools.translate import Translation, translate
-from tests.tools.translate.peers.compare import RECORDED, expected_differences, index
+from tests.tools.translate.peers.compare import expected_differences, index
 
 _VERDICTS = {"same": "same", "loss": "same gradient", "both": "differs"}
 
@@ -44,17 +39,19 @@ def _block(translation: Translation) -> list[str]:
     return [line.strip().removeprefix("- ") for line in lines if line.startswith("  ") and line.strip() != "masks:"]
 
 
-def rewrite(text: str) -> str:
-    """Return the page with its tables rewritten.
+TITLES = {
+    "verl": "verl",
+    "trl": "TRL",
+    "slime": "slime",
+    "areal": "AReaL",
+    "skyrl": "SkyRL",
+    "prime_rl": "prime-rl",
+    "openrlhf": "OpenRLHF",
+    "open_instruct": "open-instruct",
+    "fast_llm": "Fast-LLM",
+}
 
-    Raises:
-        ArgumentError: markers are missing.
-    """
-    for peer in RECORDED:
-        text = replace_marked_text(text, peer, "\n" + "\n".join(cases(peer)) + "\n", page="peers.md")
-    return text
 
-
-if __name__ == "__main__":
-    file = Path(sys.argv[1])
-    file.write_text(rewrite(file.read_text(encoding="utf-8")), encoding="utf-8")
+def peer_sections() -> str:
+    """Return a Markdown section for each peer."""
+    return "\n".join(f"## {title}\n\n" + "\n".join(cases(peer)) + "\n" for peer, title in TITLES.items())
