@@ -9,11 +9,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Installs nothing but the files whose hashes are listed.
 HASHED := $(PIP) --no-deps --require-hashes
 
-.PHONY: help demo test quick matrix mutation soak audit pins vllm nemo-rl nemo-rl-environment nemo-rl-losses gpu lint docs site release smoke clean
+.PHONY: help demo test test-all quick matrix mutation soak audit pins vllm nemo-rl nemo-rl-environment nemo-rl-losses gpu lint docs site release smoke clean
 
 help:
 	@echo "make demo   train a small MoE policy with and without a mask at two learning rates, plot and diagnose it (about 3 minutes)"
-	@echo "make test   the whole test suite, on all cores; a release also runs it with PYTHON=python3.13, on NeMo-RL's torch"
+	@echo "make test   the tests, on all cores; a release also runs them with PYTHON=python3.13, on NeMo-RL's torch"
+	@echo "make test-all   the same with the long matrices: every compiled loss, every layout of ranks, every tutorial"
 	@echo "make quick  formulas, losses, settings and rules, what needs no second process (about a minute on two cores)"
 	@echo "make matrix every objective, weight and mask on up to 16 ranks against the float64 oracle (about 15 minutes)"
 	@echo "make mutation  changes of one operator or number at a time in the core, and whether a test notices (hours; ARGS=…)"
@@ -60,7 +61,11 @@ demo: $(VENV)/.demo
 # environment says otherwise: hundreds of processes would compile the same modules.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
+# Without the long matrices, of each of which it has a representative.
 test: $(VENV)/.test
+	$(PYTEST) -m "not long" $(ARGS)
+
+test-all: $(VENV)/.test
 	$(PYTEST) $(ARGS)
 
 # The rooms whose tests import neither transformers nor an integration's host.
@@ -68,7 +73,7 @@ QUICK := $(addprefix tests/,test_docs.py test_errors.py test_house.py test_impor
 	config recipe cli functional segments parallel losses tools/check)
 
 quick: $(VENV)/.test
-	$(PYTEST) -m "not slow" --hypothesis-profile quick $(QUICK) $(ARGS)
+	$(PYTEST) -m "not slow and not long" --hypothesis-profile quick $(QUICK) $(ARGS)
 
 matrix: $(VENV)/.test
 	GEOMASK_MATRIX=1 $(BIN)/python -m pytest -rP tests/losses/test_matrix.py
@@ -197,7 +202,7 @@ release: $(RELEASE)/.ready $(VENV)/.test
 	$(RELEASE)/bin/check-wheel-contents dist/*.whl
 	tar -xzf dist/*.tar.gz -C dist
 	cd dist/nemo_geomask-*/ && PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m pytest --numprocesses auto --maxprocesses 8 \
-		--dist worksteal -m "not slow" --hypothesis-profile quick $(QUICK)
+		--dist worksteal -m "not slow and not long" --hypothesis-profile quick $(QUICK)
 	rm -rf dist/nemo_geomask-*/
 	for python in $(RELEASE_PYTHONS); do $(MAKE) smoke PYTHON=$$python || exit 1; done
 
