@@ -41,13 +41,7 @@ class LogitSample(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Outputs of a forward pass, and the function that computes the gradient of the logits.
-
-    Attributes:
-        logprobs: [T], or None if the path does not return them.
-        entropy: [T], or None if the case has no entropy.
-        gradient: function of the sample.
-    """
+    """Log-probs [T] if the path returns them, entropies [T] if the case has them, and the gradient of the logits."""
 
     logprobs: Tensor | None
     entropy: Tensor | None

@@ -18,13 +18,7 @@ _OURS, _UNCHECKED, *_ = OURS
 class LogitTarget(NamedTuple):
     """Bound on one of our figures from logits, or on the ratio of a peer's time to ours.
 
-    Attributes:
-        device: type of the device that the target is for.
-        bound: the bound.
-        peer: path whose time is divided by ours; None: the bound is on ``figure``.
-        figure: key of the figure in a path's row.
-        at: fields of the cases that the target applies to, with their values.
-        at_most: True if the bound is an upper bound.
+    It is on ``figure``, a key of our row, if there is no ``peer``. It is for cases whose fields have the values ``at``.
     """
 
     device: str
