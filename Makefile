@@ -24,7 +24,7 @@ help:
 	@echo "make vllm   vLLM as generation engine, on the CPU, in an environment of its own (about 4 minutes)"
 	@echo "make nemo-rl NEMO_RL_ROOT=…  rehearsals through that NeMo-RL on the CPU, in an environment of its own"
 	@echo "make nemo-rl-environment  that environment alone, for rehearse and probe (about 10 minutes)"
-	@echo "make gpu    on a machine with a GPU: the kernels' tests and the benchmark, with GPU_PYTHON's torch and triton"
+	@echo "make gpu    on a machine with a GPU: the kernels' tests and the benchmarks, with GPU_PYTHON's torch and triton"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   rewrite the generated tables and the schema"
 	@echo "make site   build the documentation site in docs/_build; a broken link fails"
@@ -150,8 +150,8 @@ nemo-rl-losses: $(NEMO)/.ready
 # Needs torch, triton, numpy and pytest; what else is missing skips with its reason. addopts is strict about plugins.
 gpu:
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -ra -o addopts= tests/gpu tests/tools/lab/test_on_gpu.py
-	PYTHONPATH=. $(GPU_PYTHON) -m nemo_geomask.tools.bench --device cuda --out docs/performance $(ARGS)
-	PYTHONPATH=. $(GPU_PYTHON) -m nemo_geomask.tools.bench.performance_page docs/background/performance.md
+	PYTHONPATH=. $(GPU_PYTHON) -m tests.benchmarks --device cuda --out docs/performance $(ARGS)
+	PYTHONPATH=. $(GPU_PYTHON) -m tests.benchmarks.tables
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
@@ -159,7 +159,7 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 docs: $(VENV)/.test
-	$(BIN)/python -m nemo_geomask.tools.bench.performance_page docs/background/performance.md
+	$(BIN)/python -m tests.benchmarks.tables
 	$(BIN)/python -m tests.pages
 	$(BIN)/python -m nemo_geomask.tools.diagnose.detection_power --page docs/background/verdict.md
 	$(BIN)/python -m nemo_geomask.tools.lab.evidence

@@ -142,8 +142,8 @@ COMMANDS = (
     Command(
         "bench",
         "tools.bench",
-        "measure log-probs, losses and sequence statistics beside the peers installed here",
-        extras="recipes,diagnose",
+        "measure or estimate what a recipe gains: log-probs, losses and steps beside NeMo-RL's",
+        extras="recipes",
     ),
     Command("recipes", "recipe", "list and copy the recipes and pages that come with this package"),
     Command("schema", "recipe", "write the JSON Schema of a recipe, for editors"),

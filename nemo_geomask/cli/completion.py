@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from nemo_geomask.cli.arguments import all_commands
 from nemo_geomask.optional import require
 
 __all__ = ["EXIT_STATUS", "add_arguments", "run"]
@@ -30,17 +29,19 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     shtab = require("shtab", "completion needs", "completion")
     parser: argparse.ArgumentParser = arguments.parser_of_all()
-    for command in all_commands(parser).values():
-        for action in command._actions:
-            _complete_files(shtab, action)
+    _complete_files(shtab, parser)
     print(shtab.complete(parser, shell=arguments.shell))
     return 0
 
 
-def _complete_files(shtab: Any, action: argparse.Action) -> None:
-    """Let an argument complete folders or files, if its placeholder names one."""
-    placeholder = action.metavar if isinstance(action.metavar, str) else ""
-    if placeholder == "DIR":
-        action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-    elif placeholder == "FILE" or placeholder.endswith((".yaml", ".py")):
-        action.complete = shtab.FILE  # type: ignore[attr-defined]
+def _complete_files(shtab: Any, parser: argparse.ArgumentParser) -> None:
+    """Let arguments whose placeholder names a folder or a file complete one, in the commands of a parser too."""
+    for action in parser._actions:
+        placeholder = action.metavar if isinstance(action.metavar, str) else ""
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                _complete_files(shtab, command)
+        elif placeholder == "DIR":
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        elif placeholder == "FILE" or placeholder.endswith((".yaml", ".py")):
+            action.complete = shtab.FILE  # type: ignore[attr-defined]

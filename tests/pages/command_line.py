@@ -23,11 +23,22 @@ def command_sections() -> str:
         rows += [(f"`{command.name}`", str(status), meaning) for status, meaning in exit_status.items()]
         parser = parsers[command.name]
         needs = f"\n\nNeeds `nemo-geomask[{command.extras}]`." if command.extras else ""
-        arguments = markdown_table(("argument", "meaning"), _argument_rows(parser))
-        sections.append(f"## {command.name}\n\n{parser.description}{needs}\n\n{arguments}\n")
+        sections.append(f"## {command.name}\n\n{parser.description}{needs}\n")
+        sections += _argument_tables(parser, command.name)
     rows += [("every command", str(status), meaning) for status, meaning in COMMON_EXIT_STATUS.items()]
     table = markdown_table(("command", "status", "meaning"), rows)
     return "\n".join([f"## Exit statuses\n\n{table}\n", *sections])
+
+
+def _argument_tables(parser: argparse.ArgumentParser, name: str) -> Iterator[str]:
+    """Yield the table of a command's arguments, or a section with a table for each of its own commands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, subparser in action.choices.items():
+                yield f"### {name} {word}\n\n{subparser.description}\n"
+                yield from _argument_tables(subparser, f"{name} {word}")
+            return
+    yield markdown_table(("argument", "meaning"), _argument_rows(parser)) + "\n"
 
 
 def _argument_rows(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import reprlib
+import json
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.recipe.input_limits import current_limits, parse_text, read_text
 from nemo_geomask.tools.check import OutputWork
 
-__all__ = ["H100", "Costs", "method_seconds", "read_costs"]
-
-_PATHS_WITH_LOGITS = {
-    "NeMo-RL": "NeMo-RL DistributedLogprob of logits.float()",
-    "NeMo-RL, in chunks": "NeMo-RL ChunkedDistributedLogprob(256)",
-    "geomask": "nemo_geomask",
-    "geomask_linear": "nemo_geomask",
-}
-_PATHS_WITHOUT_LOGITS = {"NeMo-RL, fused": "NeMo-RL fused linear (1024)"}
-_SMALLEST, _LARGEST = 1e-9, 1e15
-"""Bounds of what was measured. The estimates from numbers within them are finite."""
-_MAX_TEXT = 200
-"""Length of a text that describes the machine."""
+_WITH_LOGITS = ("NeMo-RL", "NeMo-RL, in chunks", "geomask")
+_FUSED = "NeMo-RL, fused"
+_MAX_VALUES = 200_000
+"""Number of values that a file of results may have, unless the limit ``nodes`` is higher; a case has about 300."""
 
 
 class Costs(NamedTuple):
@@ -56,145 +50,92 @@ H100 = Costs(
     },
     without_logits={"NeMo-RL, fused": (6_335, 102_527)},
 )
-"""Costs that :func:`read_costs` returns for the JSON in docs/performance."""
+"""Costs of the results in docs/performance; a test computes them again."""
 
 
-def read_costs(linear: Mapping[str, Any], logprobs: Mapping[str, Any], *, peak: float) -> Costs:
-    """Return the costs from the JSON of ``bench linear`` and ``bench logprobs`` on a GPU.
+def read_costs(folder: Path, *, peak: float) -> Costs:
+    """Return the costs from the JSON of ``bench logprobs`` in a folder.
 
-    They are from the first case of each in which all tokens train, the temperature is 1 and there is no entropy.
+    They are from its first case in which all tokens train, at temperature 1 and without entropy. What a method with
+    logits takes beyond its three matrix products counts as passes over the logits.
 
     Args:
-        linear: JSON of ``bench linear``. Errors name its key ``file``, if it has one.
-        logprobs: JSON of ``bench logprobs``, likewise.
+        folder: folder of the result, ``logprobs-*.json``.
         peak: peak of the GPU in FLOP/s; see :class:`Costs`.
 
     Raises:
-        ConfigError: there is no such case, a path was not measured in it, or a value that is needed is missing, of
-            another type or out of range.
+        ConfigError: the folder does not have one such file, it exceeds a limit of what is read, a method was not
+            measured, or a value that is needed is missing, of another type or out of range.
     """
-    linear_case, where_linear = _plain_case(linear, "linear")
-    logits_case, where_logits = _plain_case(logprobs, "logprobs")
-    machine, where_machine = _object(linear, "machine", f"{_file_of(linear, 'linear')}: ")
-    name, torch_version, date = (_text(machine, key, f"{where_machine}.") for key in ("name", "torch", "date"))
-    case, where_case = _object(linear_case, "case", f"{where_linear}.")
-    shape, where_shape = _object(logits_case, "case", f"{where_logits}.")
-    tokens, vocab, tp, hidden = (_count(case, key, f"{where_case}.") for key in ("tokens", "vocab", "tp", "hidden"))
-    logit_tokens, logit_vocab, logit_tp = (_count(shape, key, f"{where_shape}.") for key in ("tokens", "vocab", "tp"))
-    return Costs(
-        f"{name}, torch {torch_version}, {date}",
-        peak,
-        _number(linear_case, "products_tflop_s", f"{where_linear}.") * 1e12,
-        _nanoseconds_per(logits_case, where_logits, _PATHS_WITH_LOGITS, logit_tokens * logit_vocab / logit_tp / 1e6),
-        _nanoseconds_per(linear_case, where_linear, _PATHS_WITHOUT_LOGITS, tokens * vocab / tp * hidden / 1e9),
-    )
-
-
-def _file_of(result: Mapping[str, Any], name: str) -> str:
-    return str(result.get("file", f"{name}-*.json"))
-
-
-def _plain_case(result: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], str]:
-    """Return the first case in which all tokens train, at temperature 1 and without entropy, and where it is."""
-    file = _file_of(result, name)
-    for case, where in _objects(result, "cases", f"{file}: "):
-        if "error" in case:
-            continue
-        fields, _ = _object(case, "case", f"{where}.")
-        if fields.get("fraction") == fields.get("temperature", 1) == 1 and not fields.get("entropy"):
-            return case, where
-    raise ConfigError(
-        f"--measured: {file} has no case in which all tokens train, without entropy; run nemo-geomask bench {name} "
-        "with --fractions 1 and --entropy off on the GPU"
-    )
-
-
-def _nanoseconds_per(
-    case: Mapping[str, Any], where: str, names: Mapping[str, str], unit: float
-) -> dict[str, tuple[float, float]]:
-    """Return the nanoseconds of the forward and of the backward pass of each method per unit of its work.
-
-    Args:
-        case: the case.
-        where: its place in the file.
-        names: name of the measured path of each method.
-        unit: work of the case, in units.
-    """
-    rows = {row.get("path"): (row, place) for row, place in _measured_rows(case, where)}
-    nanoseconds = {}
-    for method, path in names.items():
-        if path not in rows:
-            raise ConfigError(
-                f"--measured: '{path}' was not measured in {where}; run nemo-geomask bench, without --paths, on the "
-                "GPU where NeMo-RL is importable"
-            )
-        row, place = rows[path]
-        forward, backward = (
-            _number(times, "median", f"{times_place}.") * 1e6 / unit
-            for times, times_place in (_object(row, key, f"{place}.") for key in ("forward_ms", "backward_ms"))
+    paths = sorted(folder.glob("logprobs-*.json"))
+    if len(paths) != 1:
+        raise ConfigError(
+            f"--measured {folder}: has {len(paths)} files logprobs-*.json, but needs exactly one; write it with "
+            f"nemo-geomask bench logprobs --out {folder} on the GPU"
         )
-        nanoseconds[method] = forward, backward
-    return nanoseconds
+    (path,) = paths
+    limits = current_limits()
+    limits = replace(limits, nodes=max(limits.nodes, _MAX_VALUES))
+    try:
+        text = read_text(path, limits)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--measured: {path} can't be read: {getattr(error, 'strerror', None) or error}") from None
+    result = parse_text(json.loads, text, f"--measured: {path}", limits, format_name="JSON")
+    try:
+        return _costs_of(result, path, peak)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise ConfigError(
+            f"--measured: {path} is not what nemo-geomask bench logprobs --out {folder} writes "
+            f"({type(error).__name__}: {error}); measure again"
+        ) from None
 
 
-def _measured_rows(case: Mapping[str, Any], where: str) -> list[tuple[Mapping[str, Any], str]]:
-    return [
-        (row, place)
-        for row, place in _objects(case, "paths", f"{where}.")
-        if row.get("status") == "measured" and isinstance(row.get("path"), str)
-    ]
+def _costs_of(result: Mapping[str, Any], path: Path, peak: float) -> Costs:
+    case = next(filter(_is_plain, result["cases"]), None)
+    if case is None:
+        raise ConfigError(
+            f"--measured: {path} has no case in which all tokens train, without entropy; run nemo-geomask bench "
+            "logprobs with --fractions 1 and --entropy off on the GPU"
+        )
+    rows = {row["path"]: row for row in case["paths"]}
+    for method in (*_WITH_LOGITS, _FUSED):
+        if rows.get(method, {}).get("status") != "measured":
+            raise ConfigError(
+                f"--measured: '{method}' was not measured in {path}; run nemo-geomask bench logprobs, without --paths, "
+                "on the GPU where NeMo-RL is importable"
+            )
+    sizes = case["case"]
+    logits = _positive(sizes["tokens"]) * _positive(sizes["vocab"]) / _positive(sizes["tp"])
+    product = _positive(case["products"]["ms"]["median"]) / 4
 
+    def nanoseconds(method: str, unit: float, products: tuple[int, int]) -> tuple[float, float]:
+        forward, backward = (
+            max(0.0, _positive(rows[method][key]["median"]) - count * product) * 1e6 / unit
+            for key, count in zip(("forward_ms", "backward_ms"), products, strict=True)
+        )
+        return forward, backward
 
-def _invalid(parent: Mapping[str, Any], key: str, where: str, expected: str) -> ConfigError:
-    """Return the error of a value.
-
-    Args:
-        parent: object that should hold the value.
-        key: its key.
-        where: what precedes the key in the message: the file and the place of the object in it.
-        expected: what the value must be.
-    """
-    actual = f"is {reprlib.repr(parent[key])}" if key in parent else "is missing"
-    return ConfigError(
-        f"--measured: {where}{key} {actual}, but must be {expected}; measure again with nemo-geomask bench"
+    with_logits = {method: nanoseconds(method, logits / 1e6, (1, 2)) for method in _WITH_LOGITS}
+    machine = [str(result["machine"][key])[:200] for key in ("name", "torch", "date")]
+    return Costs(
+        "{}, torch {}, {}".format(*machine),
+        peak,
+        _positive(case["products_tflop_s"]) * 1e12,
+        {**with_logits, "geomask_linear": with_logits["geomask"]},
+        {_FUSED: nanoseconds(_FUSED, logits * _positive(sizes["hidden"]) / 1e9, (0, 0))},
     )
 
 
-def _object(parent: Mapping[str, Any], key: str, where: str) -> tuple[Mapping[str, Any], str]:
-    """Return an object of JSON and its place in the file."""
-    value = parent.get(key)
-    if not isinstance(value, Mapping):
-        raise _invalid(parent, key, where, "an object")
-    return value, f"{where}{key}"
+def _is_plain(case: Mapping[str, Any]) -> bool:
+    sizes = case["case"]
+    return "error" not in case and sizes["fraction"] == sizes["temperature"] == 1 and not sizes["entropy"]
 
 
-def _objects(parent: Mapping[str, Any], key: str, where: str) -> list[tuple[Mapping[str, Any], str]]:
-    """Return the objects of a list of JSON, each with its place in the file."""
-    values = parent.get(key)
-    if not isinstance(values, list) or not all(isinstance(value, Mapping) for value in values):
-        raise _invalid(parent, key, where, "a list of objects")
-    return [(value, f"{where}{key}[{index}]") for index, value in enumerate(values)]
-
-
-def _number(parent: Mapping[str, Any], key: str, where: str) -> float:
-    value = parent.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _SMALLEST <= value <= _LARGEST:
-        raise _invalid(parent, key, where, f"a number from {_SMALLEST:g} to {_LARGEST:g}")
+def _positive(value: Any) -> float:
+    """Return a number within bounds in which all estimates from such numbers are finite."""
+    if isinstance(value, bool) or not 1e-9 <= float(value) <= 1e15:
+        raise ValueError(f"{value!r:.40} is not a number above 0")
     return float(value)
-
-
-def _count(parent: Mapping[str, Any], key: str, where: str) -> int:
-    value = parent.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
-        raise _invalid(parent, key, where, f"a whole number from 1 to {_LARGEST:g}")
-    return value
-
-
-def _text(parent: Mapping[str, Any], key: str, where: str) -> str:
-    value = parent.get(key)
-    if not isinstance(value, str) or not value.isprintable() or len(value) > _MAX_TEXT:
-        raise _invalid(parent, key, where, f"printable text of up to {_MAX_TEXT} characters")
-    return value
 
 
 def method_seconds(method: str, head: OutputWork, costs: Costs) -> tuple[float, float]:

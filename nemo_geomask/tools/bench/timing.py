@@ -1,4 +1,4 @@
-"""Timer of several candidates in mixed order, by the device's clock and by the processor time of this process.
+"""Times of several candidates in mixed order, by the device's clock and by the processor time of this process.
 
 ``torch.utils.benchmark.Timer`` can't replace it: it reads the host's clock around a loop over one statement. That rules
 out fresh inputs, cold caches, separate forward and backward times, and rounds of all candidates in mixed order.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import random
 import statistics
 import time
@@ -17,23 +18,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from nemo_geomask.kernels.cpu import empty_gradient
+from nemo_geomask.tools.bench.peers import Absent
 from nemo_geomask.tools.shared.progress_bar import print_time_left
 
-__all__ = [
-    "Clock",
-    "Lap",
-    "describe_error",
-    "free_memory",
-    "interleave",
-    "measure_cases",
-    "quartiles",
-    "short_collections",
-    "summarise",
-]
-
+_Name = TypeVar("_Name")
 _FirstOutput = TypeVar("_FirstOutput")
 _Case = TypeVar("_Case", bound=Any)
 _BUSY_CYCLES = 30_000_000  # 15 ms at 2 GHz: the launches of 1,000 kernels
+CACHE_BYTES = 1 << 27
+"""Size of a buffer that no cache of a processor holds."""
+_PROGRESS_SECONDS = 10.0  # between two lines on the terminal
 
 
 class Lap(NamedTuple):
@@ -41,18 +35,13 @@ class Lap(NamedTuple):
 
     Attributes:
         first: time of the first stage, by the device's clock.
-        second: time of the second stage, by the device's clock; 0 if there is none.
-        processor: processor time of this process in all stages.
+        second: time of the second stage, such as the backward pass; None if there is none.
+        processor: processor time of this process in all stages; None on a GPU.
     """
 
     first: float
-    second: float
-    processor: float
-
-    @property
-    def total(self) -> float:
-        """Seconds of all stages by the device's clock."""
-        return self.first + self.second
+    second: float | None
+    processor: float | None
 
 
 class Clock:
@@ -70,7 +59,7 @@ class Clock:
 
     def __init__(self, device: torch.device, preallocated_bytes: int = 0) -> None:
         self.device = device
-        size = 1 << 27
+        size = CACHE_BYTES
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             size = max(size, 8 * int(getattr(properties, "L2_cache_size", 0)))
@@ -84,36 +73,36 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
 
-    def lap(
-        self, first: Callable[[], _FirstOutput], second: Callable[[_FirstOutput], object] = lambda output: None
-    ) -> Lap:
+    def lap(self, first: Callable[[], _FirstOutput], second: Callable[[_FirstOutput], object] | None = None) -> Lap:
         """Run ``second(first())`` and return the times of both stages."""
         self._prepare()
         if self.device.type != "cuda":
             start, processor = time.perf_counter(), time.process_time()
             output = first()
-            middle = time.perf_counter()
-            second(output)
-            return Lap(middle - start, time.perf_counter() - middle, time.process_time() - processor)
+            middle = end = time.perf_counter()
+            if second is not None:
+                second(output)
+                end = time.perf_counter()
+            return Lap(middle - start, None if second is None else end - middle, time.process_time() - processor)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
-        processor = time.process_time()
         events[0].record()
         output = first()
         events[1].record()
-        second(output)
+        if second is not None:
+            second(output)
         events[2].record()
-        processor = time.process_time() - processor
         events[2].synchronize()
-        return Lap(events[0].elapsed_time(events[1]) / 1e3, events[1].elapsed_time(events[2]) / 1e3, processor)
+        seconds = [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(events)]
+        return Lap(seconds[0], None if second is None else seconds[1], None)
 
 
-def interleave(
-    candidates: Mapping[str, Callable[[int], Lap]],
+def compare(
+    candidates: Mapping[_Name, Callable[[int], Lap]],
     rounds: int,
     *,
     before: Callable[[], object] = lambda: None,
     warmup: int = 1,
-) -> tuple[dict[str, list[Lap]], dict[str, str]]:
+) -> dict[_Name, dict[str, Any]]:
     """Run every candidate once in each round, in a new random order.
 
     Changes of the clock rate and load by other processes therefore affect all candidates alike.
@@ -125,27 +114,54 @@ def interleave(
         warmup: number of rounds before the measured rounds; their times are discarded.
 
     Returns:
-        The laps of each candidate that completed all rounds, and the error of each that did not.
+        For each candidate a row with its ``status``: ``measured``, with times as in :func:`summarise`; ``absent`` or
+        ``not applicable``, if it raised :class:`Absent`; ``failed``, if it raised another error. The last three have a
+        ``reason``.
     """
-    laps: dict[str, list[Lap]] = {name: [] for name in candidates}
-    errors: dict[str, str] = {}
+    laps: dict[_Name, list[Lap]] = {name: [] for name in candidates}
+    rows: dict[_Name, dict[str, Any]] = {}
     names = list(candidates)
     order = random.Random(0)
+    began = printed = time.monotonic()
     for round_ in range(warmup + rounds):
         before()
         order.shuffle(names)
         for turn, name in enumerate(names):
-            if name in errors:
+            if name in rows:
                 continue
             try:
                 lap = candidates[name](turn)
+            except Absent as reason:
+                rows[name] = {"status": reason.status, "reason": str(reason)}
             except Exception as error:  # a failing peer is reported and does not end the benchmark
-                errors[name] = describe_error(error)
+                rows[name] = {"status": "failed", "reason": describe_error(error)}
                 free_memory()
-                continue
-            if round_ >= warmup:
-                laps[name].append(lap)
-    return {name: laps[name] for name in laps if name not in errors}, errors
+            else:
+                laps[name] += [lap] if round_ >= warmup else []
+        if time.monotonic() - printed > _PROGRESS_SECONDS:
+            printed = time.monotonic()
+            print_time_left(round_ + 1, warmup + rounds, printed - began, "rounds")
+    return {name: rows.get(name) or {"status": "measured", **summarise(laps[name])} for name in candidates}
+
+
+def summarise(laps: Sequence[Lap]) -> dict[str, Any]:
+    """Return medians and quartiles of laps in milliseconds.
+
+    ``ms`` is of the run, ``forward_ms`` and ``backward_ms`` of its two stages, and ``processor_ms`` of the processor.
+    """
+    times = {
+        "ms": [lap.first + (lap.second or 0.0) for lap in laps],
+        "forward_ms": [lap.first for lap in laps if lap.second is not None],
+        "backward_ms": [lap.second for lap in laps if lap.second is not None],
+        "processor_ms": [lap.processor for lap in laps if lap.processor is not None],
+    }
+    return {key: quartiles([value * 1e3 for value in values]) for key, values in times.items() if values}
+
+
+def quartiles(values: Sequence[float]) -> dict[str, Any]:
+    """Return the median and quartiles of the values, and the number of values."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return {"median": middle, "q1": low, "q3": high, "runs": len(values)}
 
 
 @contextlib.contextmanager
@@ -164,13 +180,17 @@ def short_collections() -> Iterator[None]:
 
 @short_collections()
 def measure_cases(
-    cases: Sequence[_Case], measure: Callable[[_Case], dict[str, Any]], report: Callable[[dict[str, Any]], object]
+    cases: Sequence[_Case],
+    measure: Callable[[_Case], dict[str, Any]],
+    format_case: Callable[[dict[str, Any]], str],
+    report: Callable[[dict[str, Any]], object],
 ) -> list[dict[str, Any]]:
-    """Measure the cases one after another, and report each result at once.
+    """Measure the cases one after another, and print and report each result at once.
 
     Args:
         cases: cases with a method ``describe()``; ``str`` of a case is its title.
         measure: function that returns the result of one case.
+        format_case: function that returns the text of a result.
         report: function that is called with each result.
 
     Returns:
@@ -179,12 +199,14 @@ def measure_cases(
     results = []
     began = time.monotonic()
     for done, case in enumerate(cases, start=1):
+        result: dict[str, Any] = {"case": case.describe(), "title": str(case)}
         try:
-            result = measure(case)
+            result |= measure(case)
         except torch.OutOfMemoryError as error:
-            result = {"case": case.describe(), "title": str(case), "error": describe_error(error), "paths": []}
+            result |= {"error": describe_error(error), "paths": []}
         free_memory()
         results.append(result)
+        print(f"{case}: {result['error']}\n" if "error" in result else format_case(result), flush=True)
         report(result)
         print_time_left(done, len(cases), time.monotonic() - began, "cases")
     return results
@@ -201,29 +223,3 @@ def describe_error(error: BaseException) -> str:
     """Return the type of an error and the first line of its message."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-
-
-def quartiles(values: Sequence[float]) -> dict[str, Any]:
-    """Return the median and quartiles of the values, and the number of values."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return {"median": middle, "q1": low, "q3": high, "runs": len(values)}
-
-
-def summarise(laps: Sequence[Lap], device: torch.device, *, has_backward: bool = False) -> dict[str, Any]:
-    """Return the median and quartiles of laps in milliseconds.
-
-    Args:
-        laps: the laps of one candidate.
-        device: device that was timed.
-        has_backward: True if the two stages are a forward and a backward pass.
-
-    Returns:
-        ``ms`` for the run, with a backward pass ``forward_ms`` and ``backward_ms``, and on a CPU ``processor_ms``.
-    """
-    result = {"ms": quartiles([lap.total * 1e3 for lap in laps])}
-    if has_backward:
-        result["forward_ms"] = quartiles([lap.first * 1e3 for lap in laps])
-        result["backward_ms"] = quartiles([lap.second * 1e3 for lap in laps])
-    if device.type != "cuda":
-        result["processor_ms"] = quartiles([lap.processor * 1e3 for lap in laps])
-    return result

@@ -1,6 +1,5 @@
 """``bench step``: every path is held to loops in float64, and the longest sequence to a meter that is known."""
 
-import argparse
 import importlib.util
 import json
 import math
@@ -9,26 +8,16 @@ import pytest
 import torch
 
 from nemo_geomask.cli import main
-from nemo_geomask.tools.bench import command, result_tables, step_bench
-from nemo_geomask.tools.bench.bench_arguments import add_arguments
-from nemo_geomask.tools.bench.paths import Setting, step_paths
-from nemo_geomask.tools.bench.paths.path import Absent
-from nemo_geomask.tools.bench.resource_meters import peak_memory
-from nemo_geomask.tools.bench.step_cases import StepCase, build_decoder, draw_step_batch, step_gradients
+from nemo_geomask.tools.bench import step
+from nemo_geomask.tools.bench.decoder import PATHS, REFERENCE, StepCase, build_decoder, draw_step_batch
+from nemo_geomask.tools.bench.peers import Absent, Setting
+from nemo_geomask.tools.bench.results import format_rows
 
-CPU = torch.device("cpu")
+SETTING = Setting(torch.device("cpu"))
 TINY = StepCase(tokens=12, vocab=50, layers=2, hidden=8, heads=2, dtype=torch.float32)
-NAMES = tuple(step_paths.PATHS)
+NAMES = tuple(PATHS)
 OURS = [name for name in NAMES if name.startswith("nemo_geomask")]
-NEMO_RL = [name for name in NAMES if name.startswith("NeMo-RL")]
 TINY_SIZES = "--device cpu --tokens 8,12 --vocab 50 --layers 1 --hidden 8 --heads 2 --repeats 1"
-
-
-@pytest.fixture
-def setting():
-    setting = Setting(CPU)
-    yield setting
-    setting.close()
 
 
 def norm(x, weight):
@@ -77,15 +66,15 @@ def oracle_loss(weights, layers, heads, batch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_path_is_the_step_of_loops_in_float64(name, setting):
-    decoder = build_decoder(TINY, CPU, seed=3)
+def test_every_path_is_the_step_of_loops_in_float64(name):
+    decoder = build_decoder(TINY, SETTING.device, seed=3)
     batch = draw_step_batch(decoder, TINY.tokens, seed=4)
     try:
-        loss = step_paths.PATHS[name](setting)
+        loss = PATHS[name](SETTING)
     except Absent as reason:
         pytest.skip(str(reason))
     value = loss(decoder(batch.data["input_ids"]), decoder.head.weight, batch)
-    gradients = step_gradients(decoder, value)
+    gradients = torch.autograd.grad(value, tuple(decoder.parameters()))
 
     weights = {key: value.detach().double() for key, value in decoder.named_parameters()}
     assert float(value.detach()) == pytest.approx(oracle_loss(weights, TINY.layers, TINY.heads, batch), abs=1e-5)
@@ -102,32 +91,28 @@ def test_every_path_is_the_step_of_loops_in_float64(name, setting):
 
 
 def test_sequences_train_all_tokens_but_the_first():
-    decoder = build_decoder(TINY, CPU, seed=0)
+    decoder = build_decoder(TINY, SETTING.device, seed=0)
     batch = draw_step_batch(decoder, 9, seed=1)
     assert (int(batch.valid_seqs), int(batch.valid_toks)) == (1, 8)
     assert batch.data["token_mask"].tolist() == [[0.0] + [1.0] * 8]
-    again = draw_step_batch(build_decoder(TINY, CPU, seed=0), 9, seed=1)
+    again = draw_step_batch(build_decoder(TINY, SETTING.device, seed=0), 9, seed=1)
     assert all(torch.equal(batch.data[key], again.data[key]) for key in batch.data)
     logprobs = torch.log_softmax(decoder.head(decoder(batch.data["input_ids"])), -1)[:, :-1]
     curr = logprobs.gather(-1, batch.data["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
     assert float((curr - batch.data["prev_logprobs"][:, 1:]).detach().abs().max()) < 0.1
 
 
-def test_a_path_that_disagrees_is_not_timed(monkeypatch, setting):
-    def wrong(setting):
-        right = step_paths.PATHS[step_paths.REFERENCE](setting)
-        return lambda hidden, weight, batch: 1.01 * right(hidden, weight, batch)
+def test_a_path_that_disagrees_or_fails_is_not_timed():
+    reference = PATHS[REFERENCE](SETTING)
 
-    def broken(setting):
-        def loss(hidden, weight, batch):
-            raise RuntimeError("no kernel image")
+    def wrong(hidden, weight, batch):
+        return 1.01 * reference(hidden, weight, batch)
 
-        return loss
+    def broken(hidden, weight, batch):
+        raise RuntimeError("no kernel image")
 
-    monkeypatch.setitem(step_paths.PATHS, "wrong", wrong)
-    monkeypatch.setitem(step_paths.PATHS, "broken", broken)
-    names = ("wrong", "broken", OURS[0])
-    (result,) = step_bench.benchmark([TINY], setting, repeats=1, paths=names)
+    losses = {"wrong": wrong, "broken": broken, OURS[0]: PATHS[OURS[0]](SETTING)}
+    result = step.measure(TINY, SETTING, losses, 1, 0)
     json.dumps(result)
     off, failed, ours = result["paths"]
     assert off["status"] == "failed"
@@ -138,13 +123,14 @@ def test_a_path_that_disagrees_is_not_timed(monkeypatch, setting):
     assert ours["status"] == "measured"
     assert max(ours["errors"].values()) < 1e-4
     assert ours["of_decoder"] == pytest.approx(ours["ms"]["median"] / result["decoder"]["ms"]["median"])
-    text = result_tables.format_step(result)
-    assert "agree within 0.0001" in text
-    assert "broken: failed: RuntimeError: no kernel image" in text
+    title = step.format_title({"title": str(TINY), **result})
+    assert "agree within 0.0001" in title
+    assert "broken: failed: RuntimeError: no kernel image" in format_rows(title, step.COLUMNS, result["paths"])
 
 
-def test_half_precision_agrees_within_its_tolerance(setting):
-    (result,) = step_bench.benchmark([TINY._replace(dtype=torch.bfloat16)], setting, repeats=1, paths=OURS)
+def test_half_precision_agrees_within_its_tolerance():
+    losses = {name: PATHS[name](SETTING) for name in OURS}
+    result = step.measure(TINY._replace(dtype=torch.bfloat16), SETTING, losses, 1, 0)
     assert [row["status"] for row in result["paths"]] == ["measured"] * 2
 
 
@@ -157,7 +143,7 @@ def test_longest_length_is_found_to_a_sixteenth(limit, start):
         tried.append(length)
         return length <= limit
 
-    low, high = step_bench.find_longest(fits, start, longest=4096)
+    low, high = step.find_longest(fits, start, longest=4096)
     assert tried[0] == start
     assert all(16 <= length <= 4096 for length in tried)
     assert len(tried) < 20
@@ -169,114 +155,66 @@ def test_longest_length_is_found_to_a_sixteenth(limit, start):
         assert high - low <= max(16, low / 16)
 
 
-def test_longest_steps_under_a_limit_and_out_of_memory(setting):
-    def peak(decoder, loss, batch):
-        tokens = batch.data["input_ids"].shape[1]
-        if loss is losses[OURS[1]] and tokens > 100:
+def test_longest_steps_under_a_limit_and_out_of_memory(monkeypatch):
+    reference, lengths = PATHS[REFERENCE](SETTING), []
+
+    def small(hidden, weight, batch):
+        lengths.append(hidden.shape[1])
+        return reference(hidden, weight, batch)
+
+    def large(hidden, weight, batch):
+        if hidden.shape[1] > 100:
             raise torch.OutOfMemoryError("no memory")
-        return 10 * tokens
+        return small(hidden, weight, batch)
 
-    losses = {}
+    def peak_memory(run, device):  # of which each token takes 10 bytes
+        run()
+        return 10 * lengths[-1]
 
-    def keep(name, prepare):
-        def prepared(setting):
-            losses[name] = prepare(setting)
-            return losses[name]
-
-        return prepared
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in OURS:
-            patch.setitem(step_paths.PATHS, name, keep(name, step_paths.PATHS[name]))
-        found = step_bench.find_longest_steps(TINY, setting, memory_limit=5000.0, paths=OURS, peak_of_step=peak)
-        first, second = found["paths"]
-        assert 500 - 500 / 16 < first["tokens"] <= 500 < first["too_long"]
-        assert 84 <= second["tokens"] <= 100 < second["too_long"]
-        text = result_tables.format_longest(found)
-        assert "at most 5e-06 GB beyond weights and batch, a chosen limit" in text
-        with_none = {**found, "limit_bytes": None, "paths": [{**first, "too_long": None}]}
-        text = result_tables.format_longest(with_none)
-        assert "torch runs out of memory" in text
-        assert f"≥ {first['tokens']}" in text
-        unknown = step_bench.find_longest_steps(
-            TINY, setting, memory_limit=1.0, paths=OURS[:1], peak_of_step=lambda *step: None
-        )
-    assert unknown["paths"][0]["reason"] == "OSError: this system does not let a process reset its peak memory"
-
-
-def test_peak_memory_is_beyond_what_is_in_use():
-    peak = peak_memory(lambda: torch.ones(1 << 24), CPU)
-    if peak is None:
-        pytest.skip("this system does not let a process reset its peak memory")
-    assert peak == pytest.approx(4 << 24, rel=0.05)
+    monkeypatch.setattr(step, "peak_memory", peak_memory)
+    losses = {"small": small, "large": large}
+    result = step.find_longest_steps(TINY, SETTING, losses, memory_limit=5000.0)
+    first, second = result["paths"]
+    assert 500 - 500 / 16 < first["tokens"] <= 500 < first["too_long"]
+    assert 84 <= second["tokens"] <= 100 < second["too_long"]
+    assert "at most 5e-06 GB beyond weights and batch, a chosen limit" in step.longest_title(result)
+    assert "torch runs out of memory" in step.longest_title({"limit_bytes": None})
+    assert f"≥ {first['tokens']}" in format_rows("", step.LONGEST_COLUMNS, [{**first, "too_long": None}])
+    monkeypatch.setattr(step, "peak_memory", lambda run, device: None)
+    row, _ = step.find_longest_steps(TINY, SETTING, losses, memory_limit=1.0)["paths"]
+    assert row["reason"] == "OSError: this system does not let a process reset its peak memory"
 
 
 def test_command_writes_json_and_says_what_is_absent(tmp_path, capsys):
     assert main(["bench", "step", *TINY_SIZES.split(), "--memory-limit", "1e-9", "--out", str(tmp_path)]) == 0
-    (path,) = tmp_path.glob("step-*.json")
+    (path,) = tmp_path.iterdir()  # nothing partial
     written = json.loads(path.read_text())
     assert [case["case"]["tokens"] for case in written["cases"]] == [8, 12]
     assert written["cases"][0]["case"]["dtype"] == "float32"
     assert written["longest"]["limit_bytes"] == pytest.approx(1.0)
     printed = capsys.readouterr().out
     assert "T=8, 1 layer, H=8, V=50, float32" in printed
+    has_nemo_rl = importlib.util.find_spec("nemo_rl") is not None
     for case in (*written["cases"], written["longest"]):
-        rows = {row["path"]: row for row in case["paths"]}
-        assert list(rows) == list(NAMES)
-        assert all(rows[name]["status"] == "measured" for name in (*OURS, step_paths.REFERENCE))
-        for name in NEMO_RL:
-            if importlib.util.find_spec("nemo_rl") is None:
-                assert rows[name]["status"] == "absent"
-                assert f"{name}: absent: nemo_rl.distributed.model_utils can't be imported" in printed
-            else:
-                assert rows[name]["status"] == "measured"
+        assert [row["path"] for row in case["paths"]] == list(NAMES)
+        for row in case["paths"]:
+            is_absent = row["path"].startswith("NeMo-RL") and not has_nemo_rl
+            assert row["status"] == ("absent" if is_absent else "measured"), row
+            if is_absent:
+                assert f"{row['path']}: absent: nemo_rl.distributed.model_utils can't be imported" in printed
 
 
-def test_interrupted_command_keeps_the_measured_cases(tmp_path, monkeypatch):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    arguments = parser.parse_args(["step", *TINY_SIZES.split(), "--memory-limit", "1e-9", "--out", str(tmp_path)])
-    assert command.run(arguments) == 0
-    (path,) = tmp_path.iterdir()  # nothing partial
+def test_an_interrupted_command_keeps_the_measured_cases(tmp_path, monkeypatch):
+    command = ["bench", "step", *TINY_SIZES.split(), "--paths", "linear", "--memory-limit", "1e-9"]
+    assert main([*command, "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
     before = path.read_text()
 
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(step_bench, "find_longest_steps", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        command.run(arguments)
+    monkeypatch.setattr(step, "find_longest_steps", interrupt)
+    assert main([*command, "--out", str(tmp_path)]) == 130
     assert path.read_text() == before
     (partial,) = tmp_path.glob("step-*.json.partial")
     assert [case["case"]["tokens"] for case in json.loads(partial.read_text())["cases"]] == [8, 12]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("step --heads 3 --hidden 8", "--hidden 8 can't be divided among --heads 3; use a multiple of 3"),
-        ("step --tokens 1,8", "--tokens 1: bench step needs at least 2"),
-        ("step --vocab 50,60", "--vocab: bench step takes one value, not 2"),
-        ("step --hidden 8,16", "--hidden: bench step takes one value, not 2"),
-        ("step --tp 2", "--tp is for bench logprobs and linear; bench step does not read it"),
-        ("step --paths none", "'none': no such path; there are: nemo_geomask, logprob_backend: geomask_linear"),
-        ("loss --memory-limit 1", "--memory-limit is for bench step; bench loss does not read it"),
-        ("linear --layers 1", "--layers is for bench step; bench linear does not read it"),
-    ],
-)
-def test_options_of_a_step(words, message, capsys):
-    assert main(["bench", *words.split(), "--device", "cpu"]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_paths_are_selected(monkeypatch):
-    selected = []
-
-    def benchmark(cases, setting, *, paths, **options):
-        selected.append((str(cases[0]), paths, options["repeats"]))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(step_bench, "benchmark", benchmark)
-    assert main(["bench", "step", "--device", "cpu", "--paths", "linear,torch"]) == 130
-    assert selected == [("T=256, 4 layers, H=128, V=32768, float32", (OURS[0], step_paths.REFERENCE), 5)]
-    assert command.select_paths("NeMo-RL, DistributedLogprob", NAMES) == (NEMO_RL[0],)

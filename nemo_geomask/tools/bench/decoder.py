@@ -1,7 +1,8 @@
-"""Cases of ``bench step``: a decoder in plain torch, the sequence that it trains on, and one step of it."""
+"""The decoder of ``bench step``, the sequence that it trains on, and the paths from hidden states to the loss."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,11 +11,11 @@ from torch import Tensor, nn
 
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS
 from nemo_geomask.parallel import linear_logprobs
-from nemo_geomask.tools.bench.loss_cases import Data, draw_batch, global_counts
-
-__all__ = ["HeadLoss", "StepBatch", "StepCase", "StepDecoder", "build_decoder", "draw_step_batch", "step_gradients"]
+from nemo_geomask.tools.bench.loss import Data, build_nemo_rl_loss, draw_batch, global_counts, read_metrics
+from nemo_geomask.tools.bench.peers import CHUNK, Absent, Setting, import_peer
 
 _LOGIT_SPREAD = 3.0  # standard deviation of the logits: neither nearly equal nor dominated by one
+_LOGPROBS = "get_next_token_logprobs_from_logits"  # what NeMo-RL's workers call
 
 
 class StepCase(NamedTuple):
@@ -124,10 +125,6 @@ class StepBatch(NamedTuple):
     valid_toks: Tensor
 
 
-HeadLoss = Callable[[Tensor, Tensor, StepBatch], Tensor]
-"""Function from hidden states [1, T, H], the output weight [V, H] and the batch to the loss, a scalar."""
-
-
 def draw_step_batch(decoder: StepDecoder, tokens: int, seed: int) -> StepBatch:
     """Draw a sequence whose earlier log-probs are close to those of the decoder, as a trainer's are.
 
@@ -147,6 +144,77 @@ def draw_step_batch(decoder: StepDecoder, tokens: int, seed: int) -> StepBatch:
     return StepBatch(data, *global_counts(data))
 
 
-def step_gradients(decoder: StepDecoder, loss: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradient of the loss with respect to each of the decoder's parameters."""
-    return torch.autograd.grad(loss, tuple(decoder.parameters()))
+HeadLoss = Callable[[Tensor, Tensor, StepBatch], Tensor]
+"""Function from hidden states [1, T, H], the output weight [V, H] and the batch to the loss, a scalar."""
+
+
+def _nemo_rl(setting: Setting, *, chunk: int | None) -> HeadLoss:
+    logprobs = getattr(import_peer("nemo_rl.distributed.model_utils"), _LOGPROBS)
+    options = {} if chunk is None else {"chunk_size": chunk}
+    if not options.keys() <= inspect.signature(logprobs).parameters.keys():
+        raise Absent(f"{_LOGPROBS} of this NeMo-RL has no chunk_size")
+    batched_data = import_peer("nemo_rl.distributed.batched_data_dict").BatchedDataDict
+    loss_fn, group = build_nemo_rl_loss({}), setting.required_group()
+
+    def loss(hidden: Tensor, weight: Tensor, batch: StepBatch) -> Tensor:
+        curr = logprobs(
+            input_ids=batch.data["input_ids"],
+            next_token_logits=nn.functional.linear(hidden, weight),
+            vocab_parallel_rank=0,
+            vocab_parallel_group=group,
+            **options,
+        )
+        value: Tensor = loss_fn(
+            next_token_logprobs=curr,
+            data=batched_data(batch.data),
+            global_valid_seqs=batch.valid_seqs,
+            global_valid_toks=batch.valid_toks,
+        )[0]
+        return value
+
+    return loss
+
+
+def _ours(backend: str) -> HeadLoss:
+    """Return the loss that a worker calls under ``logprob_backend``, with logits or with hidden states."""
+    from nemo_geomask.hosts.nemo_rl.hidden_states import OutputLayer
+    from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
+    from nemo_geomask.losses import build_loss
+
+    loss_fn = LogitLoss(build_loss({"logprob_backend": backend, "compile": False}))
+
+    def loss(hidden: Tensor, weight: Tensor, batch: StepBatch) -> Tensor:
+        if loss_fn.takes_hidden:
+            OutputLayer(weight, sequence_parallel=False, ranks=1).mark(hidden)
+            output = hidden
+        else:
+            output = nn.functional.linear(hidden, weight)
+        return read_metrics(loss_fn(output, *batch))
+
+    return loss
+
+
+def _torch() -> HeadLoss:
+    from nemo_geomask.losses import build_loss
+
+    loss_fn = build_loss({"compile": False})
+
+    def loss(hidden: Tensor, weight: Tensor, batch: StepBatch) -> Tensor:
+        logprobs = nn.functional.linear(hidden, weight)[:, :-1].float().log_softmax(-1)
+        curr = logprobs.gather(-1, batch.data["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
+        return read_metrics(loss_fn(curr, *batch))
+
+    return loss
+
+
+REFERENCE = "torch log_softmax and gather, our loss"
+"""Path that the others must agree with."""
+
+PATHS: dict[str, Callable[[Setting], HeadLoss]] = {
+    "nemo_geomask, logprob_backend: geomask_linear": lambda setting: _ours("geomask_linear"),
+    "nemo_geomask, logprob_backend: geomask": lambda setting: _ours("geomask"),
+    "NeMo-RL, DistributedLogprob": lambda setting: _nemo_rl(setting, chunk=None),
+    f"NeMo-RL, ChunkedDistributedLogprob({CHUNK})": lambda setting: _nemo_rl(setting, chunk=CHUNK),
+    REFERENCE: lambda setting: _torch(),
+}
+"""Functions that prepare each path, by its name; they raise :class:`Absent` for a path that can't run here."""

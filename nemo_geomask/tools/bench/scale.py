@@ -8,13 +8,15 @@ step follows from the size of the model; see :func:`step_seconds` and :data:`ASS
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from nemo_geomask.errors import ConfigError, Problem
-from nemo_geomask.recipe import Recipe
-from nemo_geomask.tools.bench.scale_costs import H100, Costs, method_seconds
+from nemo_geomask.recipe import Recipe, read_recipe
+from nemo_geomask.recipe.shipped_files import find_recipe
+from nemo_geomask.tools.bench.scale_costs import H100, Costs, method_seconds, read_costs
 from nemo_geomask.tools.check import (
     GPU_BYTES,
     LOGPROB_METHODS,
@@ -29,16 +31,8 @@ from nemo_geomask.tools.check import (
     shape_of,
     training_gpus,
 )
+from nemo_geomask.tools.shared.json_output import to_json
 from nemo_geomask.tools.shared.terminal_tables import format_table
-
-__all__ = [
-    "ASSUMPTIONS",
-    "GPUS",
-    "estimate_scale",
-    "format_estimate",
-    "model_flops",
-    "step_seconds",
-]
 
 GPUS = (8, 64, 512, 4096)
 _SMALL_MEMORY = 0.1  # fraction of a GPU's memory; of the methods that take less, the fastest is recommended
@@ -224,3 +218,20 @@ def format_estimate(estimate: Mapping[str, Any]) -> str:
     else:
         lines += ["The layout divides none of these numbers of GPUs.", ""]
     return "\n".join([*lines, "Assumed:", *(f"- {line}" for line in estimate["assumptions"]), ""])
+
+
+def run(options: Namespace) -> int:
+    """Print the estimate that the options of ``bench scale`` ask for, and write it into ``options.out``."""
+    peak = H100.peak if options.peak is None else options.peak * 1e12
+    costs = H100._replace(peak=peak) if options.measured is None else read_costs(options.measured, peak=peak)
+    recipe = read_recipe(find_recipe(options.recipe), options.overrides, leave=("data", "env", "logger"))
+    estimate = estimate_scale(
+        recipe, gpus=options.gpus or GPUS, costs=costs, mfu=options.mfu, trained=options.fractions
+    )
+    print(format_estimate(estimate))
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        path = options.out / f"scale-{recipe.path.stem}.json"
+        path.write_text(to_json(estimate) + "\n", encoding="utf-8")
+        print(path)
+    return 0
