@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from nemo_geomask.cli import create_parser, installed_commands
+from nemo_geomask.cli import create_parser
 from nemo_geomask.config.presets import PRESETS
 from nemo_geomask.losses import available, build_loss
 
@@ -94,8 +94,6 @@ def commands():
 @pytest.mark.parametrize("command", list(commands()))
 def test_a_command_of_a_page_is_accepted(command):
     words = shlex.split(command)
-    if words[0] not in [known.name for known in installed_commands()] and not words[0].startswith("-"):
-        pytest.skip("a tool was deleted")
     parser = create_parser(words[:1])
     with contextlib.suppress(SystemExit) if words[0] == "--version" else contextlib.nullcontext():
         _, unknown = parser.parse_known_args(words)
