@@ -15,23 +15,6 @@ from typing import Any, TypeGuard
 import nemo_geomask
 from nemo_geomask.optional import require
 
-__all__ = [
-    "CHECKSUM_KEY",
-    "COLUMNS",
-    "MAX_TEXT_BYTES",
-    "ORIGIN_KEY",
-    "REMOVED",
-    "VERSION",
-    "Column",
-    "RecordOrigin",
-    "arrow_schema",
-    "file_name",
-    "file_step",
-    "is_recordable_text",
-    "require_arrow",
-    "step_files",
-]
-
 VERSION = 1
 """Version of the schema. Adding a column does not change it; changing the meaning of a column increments it."""
 

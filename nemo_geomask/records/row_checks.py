@@ -10,8 +10,6 @@ import numpy as np
 
 from nemo_geomask.records.record_schema import COLUMNS, MAX_TEXT_BYTES, REMOVED, file_step, require_arrow
 
-__all__ = ["RowChecks", "RowError"]
-
 _COLUMNS = {column.name: column for column in COLUMNS}
 _NOT_NEGATIVE = ("row", "group", "sample", "length", "prompt_length", "turns")
 
