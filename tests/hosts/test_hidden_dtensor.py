@@ -1,6 +1,5 @@
 """Hidden states in the place of logits in DTensor workers: FSDP and tensor-parallel plans over gloo."""
 
-import functools
 import types
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.hosts.nemo_rl import WorkerError, forward_logprobs, hidden_dtensor, patch, worker_hooks
+from nemo_geomask.hosts.nemo_rl import WorkerError, forward_logprobs, hidden_dtensor, host_patches, patch
 from nemo_geomask.hosts.nemo_rl.hidden_states import hidden_states_requested
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
 from nemo_geomask.parallel.local_processes import run_ranks
@@ -104,7 +103,7 @@ def _worker(model, version="", module="nemo_rl.models.policy.workers.dtensor_pol
 
 
 def _prepare(model, backend="geomask_linear", **which):
-    worker_hooks.prepare_model(_worker(model, **which), backends={backend})
+    host_patches.prepare_model(_worker(model, **which), backends={backend})
 
 
 def _whole(value):
@@ -196,11 +195,10 @@ def _of_v2():
     train.LogprobsPostProcessor = type("LogprobsPostProcessor", (_Scores,), {})
     train.get_logprobs_from_vocab_parallel_logits = lambda logits, ids, chunk_size=None: "NeMo-RL's own"
     train.forward_with_post_processing_fn = lambda model, post_processing_fn, ids: model(ids).logits.div_(TEMPERATURE)
-    forward = functools.partial(hidden_dtensor.wrap_forward, train)
     wrap_scores = forward_logprobs.wrap_full_vocabulary_logprobs
     patch.apply_all(
         [
-            patch.attribute(train, "forward_with_post_processing_fn", forward),
+            patch.attribute(train, "forward_with_post_processing_fn", hidden_dtensor.wrap_forward),
             patch.attribute(train, "get_logprobs_from_vocab_parallel_logits", hidden_dtensor.wrap_shard_logprobs),
             patch.attribute(train.LogprobsPostProcessor, "_compute_local_logprobs", wrap_scores),
         ]
@@ -280,7 +278,7 @@ def _as_shards(rank, world):
     for backend in ("geomask", "geomask_linear"):
         one = actor()
         for _ in range(2):
-            worker_hooks.prepare_model(one, backends={backend})
+            host_patches.prepare_model(one, backends={backend})
         with torch.no_grad():
             logits = one.model(ids).logits
             assert isinstance(logits, DTensor)
@@ -289,9 +287,9 @@ def _as_shards(rank, world):
         assert not isinstance(one.model(ids).logits, DTensor)  # what trains
     others = [actor("_v2"), actor(optimizer=None), actor(_is_reward_model=True), actor(tp_mesh=None)]
     for other in others:
-        worker_hooks.prepare_model(other, backends={"geomask"})
+        host_patches.prepare_model(other, backends={"geomask"})
     theirs = actor()
-    worker_hooks.prepare_model(theirs, backends={"nemo_rl", "mcore"})
+    host_patches.prepare_model(theirs, backends={"nemo_rl", "mcore"})
     with torch.no_grad():
         assert not any(isinstance(other.model(ids).logits, DTensor) for other in (*others, theirs))
 

@@ -12,18 +12,6 @@ from typing import Any
 
 from nemo_geomask.optional import require
 
-__all__ = [
-    "CONFIDENCE",
-    "CONFIDENCE_LABEL",
-    "format_interval",
-    "format_mean",
-    "mean_interval",
-    "normal_quantile",
-    "percentile_interval",
-    "ratio_interval",
-    "student_quantile",
-]
-
 CONFIDENCE = 0.95
 """Probability with which an interval contains the value that is estimated."""
 CONFIDENCE_LABEL = f"{100 * CONFIDENCE:g} %"

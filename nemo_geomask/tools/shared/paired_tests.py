@@ -10,8 +10,6 @@ from typing import Any
 from nemo_geomask.errors import ArgumentError
 from nemo_geomask.optional import require
 
-__all__ = ["holm", "sign_flip_p"]
-
 _MAX_PAIRS = 16  # 65,536 sign patterns
 _MAX_EXACT_PAIRS = 14
 """Largest number of pairs for which all 2^n sign patterns are tried although a generator could draw some."""

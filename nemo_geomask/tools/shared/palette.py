@@ -8,20 +8,6 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-__all__ = [
-    "BLUE",
-    "COLOURS",
-    "CONTRASTING_COLOURS",
-    "GREEN",
-    "LINE_STYLES",
-    "ORANGE",
-    "PURPLE",
-    "SKY_BLUE",
-    "VERMILION",
-    "LineLook",
-    "line_look",
-]
-
 BLUE = "#0072B2"
 VERMILION = "#D55E00"
 GREEN = "#009E73"

@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TextIO, TypeVar
 
-__all__ = ["print_time_left", "track"]
-
 T = TypeVar("T")
 _DELAY = 2.0  # seconds after which the bar appears
 

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-__all__ = ["ABSENT", "count_with_noun", "format_cell", "format_table", "print_table"]
-
 ABSENT = "–"
 """Text of a cell without a value."""
 

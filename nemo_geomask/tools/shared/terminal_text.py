@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-__all__ = ["EscapingStream", "escape_json", "escape_line", "escape_lines", "escaped_output"]
-
 
 def escape_line(text: str) -> str:
     """Return text in which control and format characters, line breaks included, are Python escapes.

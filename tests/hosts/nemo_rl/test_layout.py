@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from nemo_geomask.cli import main
-from nemo_geomask.hosts.nemo_rl import host_api, worker_setup
+from nemo_geomask.hosts.nemo_rl.source_layout import compare_layout
 from nemo_geomask.recipe import nemo_rl_root
 from tests.helpers.nemo_rl import fake_tree
 
@@ -31,12 +31,11 @@ def package(request, tmp_path):
 
 
 def differences(package):
-    states = host_api.compare_layout(package, worker_setup.receives_loss)
-    return {state.api: state.difference for state in states if state.difference}
+    return {state.api: state.difference for state in compare_layout(package) if state.difference}
 
 
 def new(package):
-    return [state.api for state in host_api.compare_layout(package, worker_setup.receives_loss) if state.is_new]
+    return [state.api for state in compare_layout(package) if state.is_new]
 
 
 def replace(package, old, new, *paths):

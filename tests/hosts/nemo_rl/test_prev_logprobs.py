@@ -1,9 +1,6 @@
 """``ratio_anchor: gen`` in NeMo-RL's policies, here stand-ins with NeMo-RL's signatures."""
 
 import pickle
-import sys
-import types
-from typing import ClassVar
 
 import pytest
 import torch
@@ -13,72 +10,9 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.hosts.nemo_rl import HostAPIError, build_nemo_rl_loss, policies
 from nemo_geomask.hosts.nemo_rl.policies import convert_policy
 from tests.helpers.batches import rollouts
+from tests.helpers.nemo_rl.fake_policies import Batch
 
 GEN = {"ratio_anchor": "gen"}
-
-
-class Policy:
-    """NeMo-RL's; counts forward passes."""
-
-    forward_passes = 0
-    cfg: ClassVar = {"logprob_batch_size": 1}
-    sharding_annotations = types.SimpleNamespace(get_axis_size=lambda axis: 2)
-
-    def train(self, data, loss_fn):
-        raise AssertionError
-
-    def get_logprobs(self, data, timer=None):
-        type(self).forward_passes += 1
-        return type(data)({"logprobs": torch.zeros(data["input_ids"].shape)})
-
-
-class TQPolicy(Policy):
-    """NeMo-RL's over its data plane: ``meta`` is a key of ``store``."""
-
-    def __init__(self, store):
-        self.store = store
-
-    def train_from_meta(self, meta, loss_fn):
-        raise AssertionError
-
-    def read_from_dataplane(self, meta, *, select_fields, pad_value_dict=None):
-        return {name: self.store[meta][name].clone() for name in select_fields}
-
-    def write_to_dataplane(self, meta, fields):
-        self.store[meta].update(fields)
-
-    def get_logprobs_from_meta(self, meta, micro_batch_size=None, timer=None):
-        type(self).forward_passes += 1
-        self.store[meta]["prev_logprobs"] = torch.zeros(self.store[meta]["generation_logprobs"].shape)
-
-
-def methods(cls):
-    return {name: value for name, value in vars(cls).items() if callable(value)}
-
-
-SHARED = {name: vars(Policy)[name] for name in ("forward_passes", "cfg", "sharding_annotations")}
-
-
-@pytest.fixture
-def nemo_rl(monkeypatch):
-    """Modules of NeMo-RL with fresh classes, because tests replace methods of theirs."""
-    names = ("nemo_rl", "nemo_rl.models", "nemo_rl.models.policy")
-    names += ("nemo_rl.models.policy.lm_policy", "nemo_rl.models.policy.tq_policy")
-    modules = {name: types.ModuleType(name) for name in names}
-    modules["nemo_rl"].__version__ = "9.9"
-    lm, tq = (modules[name] for name in names[-2:])
-    lm.Policy = type("Policy", (), {**methods(Policy), **SHARED, "__module__": lm.__name__})
-    tq.TQPolicy = type("TQPolicy", (lm.Policy,), {**methods(TQPolicy), "__module__": tq.__name__})
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    return types.SimpleNamespace(lm=lm, tq=tq)
-
-
-class Data(dict):
-    """NeMo-RL's batches have a class of their own."""
-
-    def select_indices(self, rows):
-        return Data({name: value[rows] for name, value in self.items()})
 
 
 def config_of(**settings):
@@ -86,10 +20,10 @@ def config_of(**settings):
 
 
 def test_there_is_no_forward_pass(nemo_rl):
-    data = Data(rollouts(seed=1).data)
+    data = Batch(rollouts(seed=1).data)
     policy = convert_policy(nemo_rl.lm.Policy(), config_of(**GEN))
     result = policy.get_logprobs(data, timer=None)
-    assert type(result) is Data
+    assert type(result) is Batch
     assert result["logprobs"].shape == data["input_ids"].shape
     assert result["logprobs"].isnan().all()
     tq = convert_policy(nemo_rl.tq.TQPolicy({"all": data}), config_of(**GEN))
@@ -109,11 +43,10 @@ def test_there_is_no_forward_pass(nemo_rl):
     ],
     ids=["prev", "on policy", "mask", "audit of all rows"],
 )
-@pytest.mark.parametrize("before", [[], [GEN]], ids=["first", "adopted before"])
-def test_a_loss_that_reads_them_gets_them(nemo_rl, settings, before):
-    data = Data(rollouts(seed=1).data)
+def test_a_loss_that_reads_them_gets_them(nemo_rl, settings):
+    data = Batch(rollouts(seed=1).data)
     policy, tq = nemo_rl.lm.Policy(), nemo_rl.tq.TQPolicy({"all": data})
-    for each in [*before, settings]:  # the last one counts
+    for each in (GEN, settings):  # the last one counts
         convert_policy(policy, config_of(**each))
         convert_policy(tq, config_of(**each))
     assert not policy.get_logprobs(data)["logprobs"].isnan().any()
@@ -124,7 +57,7 @@ def test_a_loss_that_reads_them_gets_them(nemo_rl, settings, before):
 
 def test_other_policies_compute_them(nemo_rl):
     convert_policy(nemo_rl.lm.Policy(), config_of(**GEN))
-    assert not nemo_rl.lm.Policy().get_logprobs(Data(rollouts(seed=1).data))["logprobs"].isnan().any()
+    assert not nemo_rl.lm.Policy().get_logprobs(Batch(rollouts(seed=1).data))["logprobs"].isnan().any()
 
 
 def test_a_policy_that_arrived_pickled_computes_none_either(nemo_rl):
@@ -139,25 +72,24 @@ def test_a_policy_that_arrived_pickled_computes_none_either(nemo_rl):
     assert dict(vars(nemo_rl.tq.TQPolicy)) == before
 
 
-@pytest.mark.parametrize("section", ["grpo", "ppo"])
-def test_a_threshold_on_log_probs_that_are_not_computed_is_an_error(host, section):
+def test_a_threshold_on_log_probs_that_are_not_computed_is_an_error(host):
     host()
 
-    def build(threshold, **settings):
+    def build(threshold, section="ppo", **settings):
         sections = {"policy": {}, section: {"seq_logprob_error_threshold": threshold}}
         return build_nemo_rl_loss({"loss_fn": {"name": "clipped_pg", **settings}, **sections})
 
     assert build(None, **GEN).config.skips_prev
-    with pytest.raises(
-        ConfigError, match=r"seq_logprob_error_threshold: 1.05 masks .* or set loss_fn.audit_fraction: 1"
-    ):
-        build(1.05, **GEN)
+    for section in ("grpo", "ppo"):
+        message = rf"{section}.seq_logprob_error_threshold: 1.05 masks .* or set loss_fn.audit_fraction: 1"
+        with pytest.raises(ConfigError, match=message):
+            build(1.05, section, **GEN)
     assert not build(1.05).config.skips_prev
     assert not build(1.05, **GEN, audit_fraction=1).config.skips_prev
 
 
 def test_a_sample_is_scored(nemo_rl):
-    data = Data(rollouts(seed=1).data)  # 8 rows
+    data = Batch(rollouts(seed=1).data)  # 8 rows
     settings = config_of(**GEN, audit_fraction=0.3)
     scored_rows = []
     policy = convert_policy(nemo_rl.lm.Policy(), settings)

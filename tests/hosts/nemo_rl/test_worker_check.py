@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import nemo_geomask
-from nemo_geomask.hosts.nemo_rl import WorkerError, environment_probe, with_geomask, worker_setup
+from nemo_geomask.hosts.nemo_rl import WorkerError, environment_probe, host_api, with_geomask, worker_setup
 
 MEGATRON = {"megatron_cfg": {"enabled": True}}
 DTENSOR = {"dtensor_cfg": {"enabled": True}}
@@ -104,7 +104,7 @@ def test_without_a_name_no_environment_and_no_worker_is_asked(nemo_rl, environme
     ],
 )
 def test_workers_that_receive_the_loss(worker_class, receives):
-    assert worker_setup.receives_loss(worker_class) is receives
+    assert host_api.receives_loss(worker_class) is receives
 
 
 PROBLEMS = {

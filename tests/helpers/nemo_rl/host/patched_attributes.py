@@ -13,9 +13,9 @@ import sys
 import types
 
 from nemo_geomask import build_loss, install, uninstall
-from nemo_geomask.hosts.nemo_rl import patch, worker_hooks
+from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.hosts.nemo_rl.facts import POLICY
-from nemo_geomask.hosts.nemo_rl.host_patches import HOST_PATCHES, make_patches
+from nemo_geomask.hosts.nemo_rl.host_patches import PATCH_GROUPS, make_patches, needs_preparation, prepare_worker
 from nemo_geomask.hosts.nemo_rl.policies import convert_policy
 
 MISSING = ("megatron.bridge", "nemo_automodel")
@@ -87,13 +87,13 @@ def start_driver():
 
 def prepare(backend, has_packed_rows):
     config = build_loss({"name": "gspo", "logprob_backend": backend}).config
-    if worker_hooks.needs_preparation(config, has_packed_rows=has_packed_rows):
-        assert worker_hooks.prepare(backends=(backend,), has_packed_rows=has_packed_rows)
+    if needs_preparation(config, has_packed_rows=has_packed_rows):
+        assert prepare_worker(backends=(backend,), has_packed_rows=has_packed_rows)
 
 
 def apply_all():
     prepare("geomask_linear", True)
-    patch.apply_all(list(make_patches(["asynchronous record"], process="driver")))
+    patch.apply_all(list(make_patches(["asynchronous record"])))
 
 
 CASES = {
@@ -111,7 +111,7 @@ def main():
     sys.meta_path.append(EmptyLibrary())
     import_everything()
     report = {"modules": sum(name.split(".")[0] == "nemo_rl" for name in sys.modules), "cases": {}}
-    report["listed"] = sorted(str(row) for row in HOST_PATCHES)
+    report["listed"] = [f"{module}.{path}" for group in PATCH_GROUPS.values() for module, path, _ in group.attributes]
     for name, start in CASES.items():
         before = snapshot()
         start()

@@ -4,7 +4,6 @@ import os
 import pickle
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -12,91 +11,16 @@ import torch
 
 from nemo_geomask import PrestepPass, build_loss
 from nemo_geomask.errors import BatchVetoError, ConfigError, DataError
-from nemo_geomask.hosts.nemo_rl import HostAPIError, policies, uninstall
+from nemo_geomask.hosts.nemo_rl import HostAPIError, policies
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
 from nemo_geomask.hosts.nemo_rl.policies import convert_policy, geomask_class
 from nemo_geomask.losses.policy_loss import PREPARED_KEY
 from tests.helpers.batches import rollouts
+from tests.helpers.nemo_rl.fake_policies import COLUMNS, Batch
 
 GEOMETRIC = [{"preset": "geometric", "min": 0.85, "max": 1.2}]
 KEPT = {"denominator": "kept", "masks": GEOMETRIC}
 VETO = {"batch_veto": {"max": 1e-9, "max_in_a_row": 1}}
-COLUMNS = ("token_mask", "sample_mask", "generation_logprobs", "prev_logprobs", "reference_policy_logprobs")
-
-
-class Policy:
-    """NeMo-RL's; remembers what it was to train on."""
-
-    def __init__(self):
-        self.calls = []
-        self.cfg = {"train_global_batch_size": 4}
-
-    def train(self, data, loss_fn, eval_mode=False, *, gbs=None, mbs=None, timer=None):
-        return self.compute("train", data, loss_fn)
-
-    def compute(self, method, data, loss_fn):
-        curr = data["prev_logprobs"][:, 1:]
-        loss, _ = loss_fn(
-            curr, data, data["sample_mask"].sum(), (data["token_mask"] * data["sample_mask"][:, None]).sum()
-        )
-        self.calls.append((method, {name: data[name].clone() for name in COLUMNS}, float(loss)))
-        return {"loss": loss, "grad_norm": torch.ones(1), "all_mb_metrics": {}}
-
-    def get_logprobs(self, data, timer=None):
-        return {"logprobs": data["prev_logprobs"]}
-
-
-class TQPolicy(Policy):
-    """NeMo-RL's over its data plane: ``meta`` is a key of ``store``."""
-
-    def __init__(self, store):
-        Policy.__init__(self)
-        self.store = store
-
-    def read_from_dataplane(self, meta, *, select_fields, pad_value_dict=None):
-        return {name: self.store[meta][name].clone() for name in select_fields}
-
-    def write_to_dataplane(self, meta, fields):
-        assert set(fields) <= set(COLUMNS)
-        self.store[meta].update(fields)
-
-    def train_from_meta(self, meta, loss_fn, eval_mode=False, gbs=None, mbs=None, timer=None):
-        return self.compute("train_from_meta", self.store[meta], loss_fn)
-
-    def begin_train_step(self, loss_fn, gbs=None, mbs=None):
-        self.loss_fn = pickle.loads(pickle.dumps(loss_fn))
-        self.calls.append(("begin",))
-
-    def train_microbatches_from_meta(self, meta, timer=None):
-        self.compute("part", self.store[meta], self.loss_fn)
-
-    def finish_train_step(self):
-        self.calls.append(("finish",))
-        return {"loss": torch.ones(1), "grad_norm": torch.ones(1), "all_mb_metrics": {}}
-
-    def abort_train_step(self):
-        self.calls.append(("abort",))
-
-
-def methods(cls):
-    return {name: value for name, value in vars(cls).items() if callable(value)}
-
-
-@pytest.fixture
-def nemo_rl(monkeypatch):
-    """Modules of NeMo-RL with fresh classes, because tests remove methods of theirs."""
-    modules = {}
-    for name in ("nemo_rl", "nemo_rl.models", "nemo_rl.models.policy", "nemo_rl.models.policy.lm_policy"):
-        modules[name] = types.ModuleType(name)
-    modules["nemo_rl"].__version__ = "9.9"
-    tq = modules["nemo_rl.models.policy.tq_policy"] = types.ModuleType("nemo_rl.models.policy.tq_policy")
-    lm = modules["nemo_rl.models.policy.lm_policy"]
-    lm.Policy = type("Policy", (), {**methods(Policy), "__module__": lm.__name__})
-    tq.TQPolicy = type("TQPolicy", (lm.Policy,), {**methods(TQPolicy), "__module__": tq.__name__})
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    yield types.SimpleNamespace(lm=lm, tq=tq)
-    uninstall()
 
 
 def split(data, at):
@@ -317,10 +241,6 @@ def test_adopting_changes_one_object_only(nemo_rl):
         plain_policy.train(rollouts(seed=1).data, loss)
 
 
-class Batch(dict):
-    """NeMo-RL's batches have a class of their own."""
-
-
 def test_adopting_twice_is_adopting_once_with_the_last_settings(nemo_rl):
     first, second, data = build(**VETO), build_loss({"ratio_anchor": "gen"}), Batch(rollouts(seed=1).data)
     policy = convert_policy(nemo_rl.lm.Policy(), first.config)
@@ -383,7 +303,7 @@ class Policy:
 
 ARRIVAL = """
 import pickle, sys
-import nemo_geomask.hosts.nemo_rl.step_methods
+import nemo_geomask.hosts.nemo_rl.policies
 policy, loss, data = pickle.load(open(sys.argv[1], "rb"))
 print(type(policy).__name__, policy.name(), policy.train(data, loss)["all_mb_metrics"]["geomask/batch_vetoed"])
 """
