@@ -82,7 +82,7 @@ class RecordOrigin:
     first_step: int = 0
 
 
-_LOGPROB = "log-prob of each token, nats; 0 or NaN where it was not computed (prompt, tool output)"
+_LOGPROB = "log-prob of each token, nats; 0 or NaN where not computed"
 
 COLUMNS: tuple[Column, ...] = (
     Column("step", "int64", "number of the rollout batch, from 1, as NeMo-RL logs it", is_required=True),

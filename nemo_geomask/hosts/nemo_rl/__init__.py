@@ -1,6 +1,6 @@
 """Adapter to NeMo-RL: its trainers build the loss that ``loss_fn.name`` selects, and its workers can run it.
 
-The table lists the modules by layer. A module imports only from its own layer and the layers above it in the table.
+The modules by layer; a module imports from its own layer and those above it.
 
 ============  ========================================================================================================
 facts         ``facts``, ``installed_version``, ``accepted_apis``, ``source_signature``, ``host_api``,

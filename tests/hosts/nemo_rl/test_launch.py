@@ -107,46 +107,36 @@ def test_another_nemo_rl_ends_before_the_script(host, tmp_path, capsys):
     assert "differs from the versions that nemo_geomask knows" in capsys.readouterr().err
 
 
+SETUP = "from nemo_rl.algorithms.grpo import setup\n"
+NO_NAME = "imports none of setup of nemo_rl.algorithms.grpo"
 WAYS_ROUND = {
     "through the module": (
-        "import nemo_rl.algorithms.grpo as grpo\nfrom nemo_rl.algorithms.grpo import setup\n"
-        "if __name__ == '__main__':\n    grpo.setup(1)\n",
+        f"import nemo_rl.algorithms.grpo as grpo\n{SETUP}if __name__ == '__main__':\n    grpo.setup(1)\n",
         "calls grpo.setup in line 4 through its module",
     ),
-    "module of a package": (
-        "from nemo_rl.algorithms import grpo\nfrom nemo_rl.algorithms.grpo import setup\n"
-        "if __name__ == '__main__':\n    grpo.setup(1)\n",
-        "calls grpo.setup in line 4 through its module",
-    ),
-    "in a function": (
-        "def main():\n    from nemo_rl.algorithms.grpo import setup\n    setup(1)\n"
-        "if __name__ == '__main__':\n    main()\n",
-        "imports setup in line 2, which is not at its top level",
-    ),
-    "another script": (
-        "import runpy\nif __name__ == '__main__':\n    runpy.run_path('run_grpo.py', run_name='__main__')\n",
-        "imports none of setup of nemo_rl.algorithms.grpo",
-    ),
-    "another algorithm": (
-        "from nemo_rl.algorithms.sft import setup\nif __name__ == '__main__':\n    setup(1)\n",
-        "imports none of setup of nemo_rl.algorithms.grpo",
+    "through the module of a package": (
+        f"from nemo_rl.algorithms import grpo\n{SETUP}grpo.setup(1)\n",
+        "calls grpo.setup in line 3 through its module",
     ),
     "by its whole path": (
         "import nemo_rl.algorithms.grpo\nfrom nemo_rl.algorithms.ppo import setup\nnemo_rl.algorithms.grpo.setup(1)\n",
         "calls nemo_rl.algorithms.grpo.setup in line 3 through its module",
     ),
     "by a part of its path": (
-        "from nemo_rl import algorithms\nfrom nemo_rl.algorithms.grpo import setup\nalgorithms.grpo.setup(1)\n",
+        f"from nemo_rl import algorithms\n{SETUP}algorithms.grpo.setup(1)\n",
         "calls algorithms.grpo.setup in line 3 through its module",
+    ),
+    "in a function": (
+        f"def main():\n    {SETUP}    setup(1)\nmain()\n",
+        "imports setup in line 2, which is not at its top level",
     ),
     "beside an install of another package": (
         "from rich.traceback import install\nfrom nemo_rl.algorithms import grpo\ngrpo.setup(1)\n",
         "calls grpo.setup in line 3 through its module",
     ),
-    "with everything of a module": (
-        "from nemo_rl.algorithms.grpo import *\nsetup(1)\n",
-        "imports none of setup of nemo_rl.algorithms.grpo",
-    ),
+    "another script": ("import runpy\nrunpy.run_path('run_grpo.py', run_name='__main__')\n", NO_NAME),
+    "another algorithm": ("from nemo_rl.algorithms.sft import setup\nsetup(1)\n", NO_NAME),
+    "with everything of a module": ("from nemo_rl.algorithms.grpo import *\nsetup(1)\n", NO_NAME),
 }
 
 
@@ -161,7 +151,6 @@ def test_a_script_that_would_go_round_the_wrapper_is_not_started(script, capsys,
 
 
 BY_NAME = "def run():\n    from nemo_rl.algorithms.grpo import setup\n    setup(1)\n"
-SETUP = "from nemo_rl.algorithms.grpo import setup\n"
 HELPERS = {
     "by name": (f"import helpers\n{SETUP}", BY_NAME, "setup"),
     "through the module": (

@@ -1,8 +1,7 @@
 """Our losses under NeMo-RL's own loss code for Megatron and DTensor workers, TP × CP processes over gloo: in a worker
 that is prepared against one that is not, by loss, metrics and the gradient of each rank's logits."""
 
-import importlib.abc
-import importlib.machinery
+import importlib
 import pickle
 import sys
 import types
@@ -21,6 +20,7 @@ from nemo_geomask.hosts.nemo_rl.forward_logprobs import forward_logprobs
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.parallel.local_processes import run_ranks
 from nemo_geomask.records.flight import CURR_KNOWN_KEY
+from tests.helpers.nemo_rl.absent_library import AbsentLibrary
 
 pytest.importorskip("nemo_rl.algorithms.loss.loss_functions", reason="NeMo-RL is not importable here")
 
@@ -64,26 +64,6 @@ CONFIGS = {
 OF_NEMO_RL = ("default", "dual_clip_tis", "sequence_ratio")
 
 
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A library of which the loss path needs nothing: empty modules whose attributes are mocks."""
-
-    def __init__(self, library):
-        self._library = library
-
-    def find_spec(self, name, path=None, target=None):
-        if not f"{name}.".startswith(f"{self._library}."):
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = lambda name: mock.MagicMock(name=name)
-        return module
-
-    def exec_module(self, module):
-        pass
-
-
 def worker(module, *without):
     """A module of NeMo-RL's workers, on a CPU: what it imports or moves to a GPU on the way, replaced."""
     if sys.version_info < (3, 12):
@@ -99,7 +79,7 @@ def worker(module, *without):
         try:
             importlib.import_module(library)
         except ImportError:
-            sys.meta_path.append(_Absent(library))
+            sys.meta_path.append(AbsentLibrary(library, lambda name: mock.MagicMock(name=name)))
     return importlib.import_module(module)
 
 

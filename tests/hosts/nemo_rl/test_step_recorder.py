@@ -60,7 +60,7 @@ def compute(self, method, data, loss_fn):
 
 
 @pytest.fixture(autouse=True)
-def _no_values_of_other_tests(monkeypatch):
+def _no_values_of_other_tests():
     vars(loop_values).update(vars(LoopValues()))
     yield
     give_up_logged_rows()
@@ -108,6 +108,23 @@ def read_records(directory, count):
             break
         time.sleep(0.05)
     return {step: parquet.read_table(path) for step, (path,) in step_files(directory).items()}
+
+
+@pytest.fixture
+def record_step(nemo_rl, tmp_path):
+    """``record_step(data, *logged, **config)`` trains on a batch and logs; returns step, record and logger."""
+
+    def run(data=None, *logged, checkpoint=None, **config):
+        loss, logger = build(tmp_path, **config), RewardLogger(Logger(), logs_mismatch=True)
+        policy = convert_policy(nemo_rl.lm.Policy(), loss.config, checkpoint=checkpoint)
+        policy.train(batch() if data is None else data, loss)
+        for name, to_log in logged:
+            logger.log_batched_dict_as_jsonl(to_log, f"{name}.jsonl")
+        give_up_logged_rows()
+        ((step, table),) = read_records(tmp_path, 1).items()
+        return step, table, logger
+
+    return run
 
 
 def test_each_batch_is_recorded_with_the_rewards_that_nemo_rl_logs(nemo_rl, tmp_path):
@@ -160,12 +177,9 @@ LOGGED = {
 
 
 @pytest.mark.parametrize(("logged", "is_known"), LOGGED.values(), ids=LOGGED)
-def test_rewards_are_those_that_belong_to_the_batch(nemo_rl, tmp_path, logged, is_known):
-    loss, logger = build(tmp_path), RewardLogger(Logger())
-    convert_policy(nemo_rl.lm.Policy(), loss.config).train(batch(), loss)
-    for name, to_log in logged:
-        logger.log_batched_dict_as_jsonl(to_log, f"{name}.jsonl")
-    assert read_records(tmp_path, 1)[1]["reward"].to_pylist() == (REWARDS if is_known else [None] * 8)
+def test_rewards_are_those_that_belong_to_the_batch(record_step, logged, is_known):
+    _, table, _ = record_step(None, *logged)
+    assert table["reward"].to_pylist() == (REWARDS if is_known else [None] * 8)
 
 
 AGENTS = ["math", "math", "code", "code", "code", "code", "math", "math"]
@@ -184,11 +198,9 @@ def logged_batch(data, **columns):
 
 
 @pytest.mark.parametrize("record", [{}, {"fraction": 0.5, "by": "group"}])
-def test_environments_are_the_agents_that_nemo_rl_logs(nemo_rl, tmp_path, record):
-    loss, logger = build(tmp_path, record={"dir": str(tmp_path), **record}), RewardLogger(Logger())
-    convert_policy(nemo_rl.lm.Policy(), loss.config).train(batch(), loss)
-    logger.log_batched_dict_as_jsonl({"rewards": REWARDS, "agent_ref": agent_refs()}, "train_data_step1.jsonl")
-    table = read_records(tmp_path, 1)[1]
+def test_environments_are_the_agents_that_nemo_rl_logs(record_step, tmp_path, record):
+    to_log = {"rewards": REWARDS, "agent_ref": agent_refs()}
+    _, table, _ = record_step(None, ("train_data_step1", to_log), record={"dir": str(tmp_path), **record})
     rows = table["row"].to_pylist()
     assert table["environment"].to_pylist() == [AGENTS[row] for row in rows]
     assert table["reward"].to_pylist() == [REWARDS[row] for row in rows]
@@ -208,13 +220,9 @@ def test_environments_are_the_agents_that_nemo_rl_logs(nemo_rl, tmp_path, record
     ],
     ids=["none", "no list", "too few", "too many", "other types"],
 )
-def test_environments_that_are_not_known_are_null(nemo_rl, tmp_path, agents, recorded):
-    loss, logger = build(tmp_path), RewardLogger(Logger(), logs_mismatch=True)
-    data = batch()
-    convert_policy(nemo_rl.lm.Policy(), loss.config).train(data, loss)
-    to_log = logged_batch(data, rewards=REWARDS, agent_ref=agents)
-    logger.log_batched_dict_as_jsonl(to_log, "train_data_step1.jsonl")
-    table = read_records(tmp_path, 1)[1]
+def test_environments_that_are_not_known_are_null(record_step, agents, recorded):
+    to_log = logged_batch(batch(), rewards=REWARDS, agent_ref=agents)
+    _, table, logger = record_step(None, ("train_data_step1", to_log))
     assert table["environment"].to_pylist() == recorded
     assert table["reward"].to_pylist() == REWARDS
     assert logger.metrics == []
@@ -348,12 +356,11 @@ for folder in ("a", "b"):  # two policies, such as those of two runs one after t
 
 
 @pytest.mark.parametrize("name", ["rewards", "total_reward"])
-def test_rewards_in_the_batch_are_recorded_at_once(nemo_rl, tmp_path, name):
+def test_rewards_in_the_batch_are_recorded_at_once(record_step, name):
     """PPO puts them there."""
-    loss, data = build(tmp_path), batch()
-    data[name] = torch.tensor(REWARDS)
-    convert_policy(nemo_rl.lm.Policy(), loss.config).train(data, loss)
-    assert read_records(tmp_path, 1)[1]["reward"].to_pylist() == REWARDS
+    data = {**batch(), name: torch.tensor(REWARDS)}
+    _, table, _ = record_step(data)
+    assert table["reward"].to_pylist() == REWARDS
     assert set(data) == {*batch(), name}
 
 
@@ -373,24 +380,17 @@ def test_evaluations_and_further_epochs_on_a_batch_are_no_steps(nemo_rl, tmp_pat
 @pytest.mark.parametrize(
     ("checkpoint", "last"), [("/ckpt/step_40", 40), (None, 0), (Path("/run/step_3/step_12"), 12), ("/ckpt/best", 0)]
 )
-def test_a_resumed_run_goes_on_with_its_numbers(nemo_rl, tmp_path, checkpoint, last):
-    loss = build(tmp_path)
-    convert_policy(nemo_rl.lm.Policy(), loss.config, checkpoint=checkpoint).train(batch_with_rewards(), loss)
-    ((step, table),) = read_records(tmp_path, 1).items()
+def test_a_resumed_run_goes_on_with_its_numbers(record_step, checkpoint, last):
+    step, table, _ = record_step(checkpoint=checkpoint)
     assert step == last + 1
     assert table["weight_version"].to_pylist() == [last] * 8
 
 
-def test_under_a_prestep_pass_the_batch_is_recorded_as_it_came(nemo_rl, tmp_path):
-    kept = {"denominator": "kept", "masks": [{"preset": "geometric", "min": 0.85, "max": 1.2}]}
-    loss, data = build(tmp_path, **kept), batch()
-    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
-    policy.train(data, loss)
-    give_up_logged_rows()
-    table = read_records(tmp_path, 1)[1]
-    assert torch.tensor(table["mask"].to_pylist()).equal(data["token_mask"] != 0)
+def test_under_a_prestep_pass_the_batch_is_recorded_as_it_came(record_step):
+    masks = [{"preset": "geometric", "min": 0.85, "max": 1.2}]
+    _, table, _ = record_step(denominator="kept", masks=masks)
+    assert torch.tensor(table["mask"].to_pylist()).equal(batch()["token_mask"] != 0)
     assert torch.tensor(table["removed.geometric"].to_pylist()).any()
-    assert policy.losses[0] is not loss
 
 
 def test_a_batch_in_the_data_plane(nemo_rl, tmp_path):

@@ -5,8 +5,6 @@ from NeMo-RL's own, and those that still do after ``uninstall()``.
 """
 
 import importlib
-import importlib.abc
-import importlib.machinery
 import json
 import pkgutil
 import sys
@@ -17,27 +15,10 @@ from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.hosts.nemo_rl.facts import POLICY
 from nemo_geomask.hosts.nemo_rl.host_patches import PATCH_GROUPS, make_patches, needs_preparation, prepare_worker
 from nemo_geomask.hosts.nemo_rl.policies import convert_policy
+from tests.helpers.nemo_rl.absent_library import AbsentLibrary
 
 MISSING = ("megatron.bridge", "nemo_automodel")
 """Libraries of NeMo-RL's workers that may be missing here; what is imported from them are empty classes."""
-
-
-class EmptyLibrary(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path=None, target=None):
-        is_missing = any(f"{name}.".startswith(f"{library}.") for library in MISSING)
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_missing else None
-
-    def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = lambda name: type(name, (), {}) if not name.startswith("__") else raise_missing(name)
-        return module
-
-    def exec_module(self, module):
-        pass
-
-
-def raise_missing(name):
-    raise AttributeError(name)
 
 
 def import_everything():
@@ -108,7 +89,7 @@ CASES = {
 
 def main():
     sys.modules.pop("megatron.bridge", None)
-    sys.meta_path.append(EmptyLibrary())
+    sys.meta_path += [AbsentLibrary(library, lambda name: type(name, (), {})) for library in MISSING]
     import_everything()
     report = {"modules": sum(name.split(".")[0] == "nemo_rl" for name in sys.modules), "cases": {}}
     report["listed"] = [f"{module}.{path}" for group in PATCH_GROUPS.values() for module, path, _ in group.attributes]
