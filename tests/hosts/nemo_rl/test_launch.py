@@ -10,6 +10,8 @@ import sys
 import pytest
 
 from nemo_geomask.cli import main
+from nemo_geomask.errors import MissingDependencyError
+from nemo_geomask.hosts.nemo_rl.installed_version import import_nemo_rl
 from tests.helpers.nemo_rl import fake_tree
 
 pytestmark = pytest.mark.slow
@@ -278,23 +280,10 @@ def test_a_scripts_own_exit_is_kept(script, end, argument, code):
     assert caught.value.code == code
 
 
-def test_a_requirement_of_nemo_rl_that_is_missing_ends_in_one_line(tmp_path):
-    pytest.importorskip("omegaconf", reason="reading a recipe needs omegaconf")
-    folder = fake_tree.write(tmp_path) / "nemo_rl" / "algorithms" / "loss"
-    source = folder / "loss_functions.py"
-    source.write_text("import no_such_package\n" + source.read_text(encoding="utf-8"), encoding="utf-8")
-    path, recipe = tmp_path / "train.py", tmp_path / "recipe.yaml"
-    path.write_text(SCRIPT, encoding="utf-8")
-    recipe.write_text("loss_fn: {name: gspo, token_level_loss: false}\n", encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "nemo_geomask.cli", "run", str(path), "--config", str(recipe)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        timeout=500,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith(
-        f"nemo-geomask: error: NeMo-RL ({tmp_path / 'nemo_rl'}) needs no_such_package, which "
-    )
-    assert "nemo-geomask doctor" in done.stderr
+def test_a_requirement_of_nemo_rl_that_is_missing_is_named(host, tmp_path):
+    host()
+    (tmp_path / "nemo_rl" / "needy.py").write_text("import no_such_package", encoding="utf-8")
+    with pytest.raises(
+        MissingDependencyError, match=r"NeMo-RL \(.*\) needs no_such_package, which .*nemo-geomask doctor"
+    ):
+        import_nemo_rl("nemo_rl.needy")

@@ -30,35 +30,17 @@ VOCAB, WIDTH = 48, 24
 LENGTHS = (24, 9, 17, 2)
 KL = {"reference_policy_kl_penalty": 0.02}
 CORRECTED = {"use_importance_sampling_correction": True, **KL}
+SEQUENCE_RATIO = {"sequence_level_importance_ratios": True}
+POSITIVE = {"positive_example_nll_weight": 0.2, "positive_example_nll_normalization": "loss"}
+SEQUENCES = {"is_correction_level": "sequence_mean", **CORRECTED}
+TIS = {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 1.5}
+MASKS = [{"preset": "geometric", "min": 0.9, "max": 1.15}, {"preset": "opsm", "delta": 0.05}]
 CONFIGS = {
     "default": {"name": "clipped_pg", **KL},
-    "dual_clip_tis": {
-        "name": "clipped_pg",
-        "ratio_clip_c": 1.3,
-        "truncated_importance_sampling_type": "tis",
-        "truncated_importance_sampling_ratio": 1.5,
-        **CORRECTED,
-    },
-    "sequence_ratio": {
-        "name": "clipped_pg",
-        "sequence_level_importance_ratios": True,
-        "token_level_loss": False,
-        **CORRECTED,
-    },
-    "gspo": {
-        "name": "gspo",
-        "ratio_clip_min": 0.02,
-        "ratio_clip_max": 0.02,
-        "is_correction_level": "sequence_mean",
-        "masks": [{"preset": "geometric", "min": 0.9, "max": 1.15}, {"preset": "opsm", "delta": 0.05}],
-        **CORRECTED,
-    },
-    "filtered": {
-        "name": "gspo",
-        "positive_example_nll_weight": 0.2,
-        "positive_example_nll_normalization": "loss",
-        **KL,
-    },
+    "dual_clip_tis": {"name": "clipped_pg", "ratio_clip_c": 1.3, **TIS, **CORRECTED},
+    "sequence_ratio": {"name": "clipped_pg", "token_level_loss": False, **SEQUENCE_RATIO, **CORRECTED},
+    "gspo": {"name": "gspo", "ratio_clip_min": 0.02, "ratio_clip_max": 0.02, "masks": MASKS, **SEQUENCES},
+    "filtered": {"name": "gspo", **POSITIVE, **KL},
 }
 # NeMo-RL's own class knows the flags of these.
 OF_NEMO_RL = ("default", "dual_clip_tis", "sequence_ratio")

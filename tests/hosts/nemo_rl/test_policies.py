@@ -4,7 +4,6 @@ import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -284,23 +283,10 @@ def test_a_policy_class_of_ones_own(nemo_rl, base):
         pickle.dumps(policy)
 
 
-NEMO_RL = '''
-"""NeMo-RL's policy, importable in every process."""
-
-
-class Policy:
-    cfg = {"train_global_batch_size": 4}
-
-    def train(self, data, loss_fn, eval_mode=False):
-        raise AssertionError("a vetoed batch is not trained on")
-
-    def get_logprobs(self, data, timer=None):
-        raise AssertionError
-'''
-
 ARRIVAL = """
 import pickle, sys
-import nemo_geomask.hosts.nemo_rl.policies
+from tests.helpers.nemo_rl import fake_policies
+fake_policies.install_modules()
 policy, loss, data = pickle.load(open(sys.argv[1], "rb"))
 print(type(policy).__name__, policy.name(), policy.train(data, loss)["all_mb_metrics"]["geomask/batch_vetoed"])
 """
@@ -308,31 +294,16 @@ print(type(policy).__name__, policy.name(), policy.train(data, loss)["all_mb_met
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["OwnPolicy", "Policy"])
-def test_a_policy_class_of_ones_own_arrives_by_value(tmp_path, monkeypatch, name):
+def test_a_policy_class_of_ones_own_arrives_by_value(nemo_rl, tmp_path, name):
     cloudpickle = pytest.importorskip("cloudpickle")
-    path = tmp_path / "nemo_rl" / "models" / "policy" / "lm_policy.py"
-    path.parent.mkdir(parents=True)
-    path.write_text(NEMO_RL, encoding="utf-8")
-    for folder in (path.parent, path.parent.parent, tmp_path / "nemo_rl"):
-        (folder / "__init__.py").touch()
-    for module in [module for module in sys.modules if module.split(".")[0] == "nemo_rl"]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    from nemo_rl.models.policy import lm_policy
-
     # Defined in the script that runs, as far as the pickler is concerned.
-    own_class = type(name, (lm_policy.Policy,), {"__module__": "__main__", "name": lambda self: "somebody's"})
+    own_class = type(name, (nemo_rl.lm.Policy,), {"__module__": "__main__", "name": lambda self: "somebody's"})
     loss = build(**VETO)
     policy = convert_policy(own_class(), loss.config)
-    try:
-        (tmp_path / "policy.pickle").write_bytes(cloudpickle.dumps((policy, loss, rollouts(seed=1).data)))
-    finally:
-        for module in [module for module in sys.modules if module.split(".")[0] == "nemo_rl"]:
-            del sys.modules[module]
-    root = str(Path(policies.__file__).parents[3])
+    (tmp_path / "policy.pickle").write_bytes(cloudpickle.dumps((policy, loss, rollouts(seed=1).data)))
     done = subprocess.run(
         [sys.executable, "-c", ARRIVAL, str(tmp_path / "policy.pickle")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), root])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         timeout=500,
@@ -478,18 +449,6 @@ def test_a_loss_that_reads_them_gets_them(nemo_rl, settings):
 def test_other_policies_compute_them(nemo_rl):
     convert_policy(nemo_rl.lm.Policy(), config_of(**GEN))
     assert not nemo_rl.lm.Policy().get_logprobs(Batch(rollouts(seed=1).data))["logprobs"].isnan().any()
-
-
-def test_a_policy_that_arrived_pickled_computes_none_either(nemo_rl):
-    policy = convert_policy(nemo_rl.tq.TQPolicy({"a": rollouts(seed=5).data}), config_of(**GEN))
-    pickled = pickle.dumps(policy)
-    policies.subclasses.clear()  # as in another process, which defines the class when it arrives
-    before = dict(vars(nemo_rl.tq.TQPolicy))
-    policy = pickle.loads(pickled)
-    policy.get_logprobs_from_meta("a")
-    assert isinstance(policy, nemo_rl.tq.TQPolicy)
-    assert policy.store["a"]["prev_logprobs"].isnan().all()
-    assert dict(vars(nemo_rl.tq.TQPolicy)) == before
 
 
 def test_a_threshold_on_log_probs_that_are_not_computed_is_an_error(host):

@@ -1,5 +1,6 @@
 """``loss_fn.record`` in NeMo-RL's policies, here stand-ins with NeMo-RL's signatures."""
 
+import contextlib
 import json
 import math
 import os
@@ -62,6 +63,8 @@ def compute(self, method, data, loss_fn):
 @pytest.fixture(autouse=True)
 def _no_values_of_other_tests():
     vars(loop_values).update(vars(LoopValues()))
+    for step in range(10):
+        current_logprobs.take_kept(None, step)
     yield
     give_up_logged_rows()
 
@@ -671,33 +674,27 @@ def test_workers_hand_over_what_is_recorded_alone(nemo_rl, ray, tmp_path, by):
     assert recorded[is_trained[rows]].equal(logprobs[2][rows][is_trained[rows]])
 
 
-def test_a_step_that_fails_is_recorded_without_asking_the_workers(nemo_rl, ray, tmp_path):
+@pytest.mark.parametrize("fault", ["aborted", "no answer", "input_lengths", "worker_group"])
+def test_a_fault_of_the_workers_costs_curr_and_no_record(nemo_rl, ray, tmp_path, caplog, fault):
     loss = build(tmp_path)
-    policy, _ = policy_with_workers(nemo_rl, ray, loss, fails=True)
-    with pytest.raises(RuntimeError, match="collective was aborted"):
-        policy.train(batch(), loss)
-    # Nobody logs the rewards of such a step, so it waits for none.
+    policy, logprobs = policy_with_workers(nemo_rl, ray, loss, fails=fault == "aborted", lacks=fault)
+    workers = policy.worker_group.workers
+    if fault == "worker_group":
+        del policy.worker_group
+    if fault == "no answer":
+        ray.get = lambda references, timeout: [].pop()
+    with pytest.raises(RuntimeError, match=fault) if fault == "aborted" else contextlib.nullcontext():
+        policy.train(batch() if fault == "aborted" else batch_with_rewards(), loss)
     table = read_records(tmp_path, 1)[1]
-    assert table["curr"].null_count == table["reward"].null_count == 8
-    assert json.loads(table.schema.metadata[b"nemo_geomask.facts"])["policy"] == "prev"
-    assert all(worker.requests == [] for worker in policy.worker_group.workers)
-
-
-def test_workers_that_do_not_answer_cost_curr_and_no_record(nemo_rl, ray, tmp_path, caplog):
-    loss, logger, data = build(tmp_path), RewardLogger(Logger()), batch()
-    policy, _ = policy_with_workers(nemo_rl, ray, loss)
-
-    def get(references, timeout):
-        raise TimeoutError("worker 3 is gone")
-
-    ray.get = get
-    policy.train(data, loss)
-    logger.log_batched_dict_as_jsonl({"rewards": REWARDS}, "train_data_step1.jsonl")
-    table = read_records(tmp_path, 1)[1]
+    assert len(logprobs) == 1
     assert table["curr"].null_count == 8
     assert table["gen"].null_count == 0
-    assert table["reward"].to_pylist() == REWARDS
-    assert "step 1 is without curr: TimeoutError: worker 3 is gone" in caplog.text
+    if fault == "aborted":  # nobody is asked, and nobody logs the rewards of such a step, so it waits for none
+        assert all(worker.requests == [] for worker in workers)
+        assert table["reward"].null_count == 8
+    else:
+        assert table["reward"].to_pylist() == REWARDS
+        assert {"no answer": "step 1 is without curr: IndexError"}.get(fault, fault) in caplog.text
 
 
 def test_log_probs_that_are_nan_are_recorded_as_the_loss_saw_them(nemo_rl, ray, tmp_path):
@@ -714,18 +711,6 @@ def test_log_probs_that_are_nan_are_recorded_as_the_loss_saw_them(nemo_rl, ray, 
     curr = torch.where(trained_tokens(data), logprobs[0], prev[:, 1:])
     removed = removed_tokens(loss.config, data, curr)["opsm"]
     assert torch.tensor(table["removed.opsm"].to_pylist()).equal(removed)
-
-
-@pytest.mark.parametrize("missing", ["input_lengths", "worker_group"])
-def test_what_workers_cannot_keep_costs_curr_and_neither_step_nor_record(nemo_rl, ray, tmp_path, caplog, missing):
-    loss = build(tmp_path)
-    policy, logprobs = policy_with_workers(nemo_rl, ray, loss, lacks=missing)
-    if missing == "worker_group":
-        del policy.worker_group
-    policy.train(batch_with_rewards(), loss)
-    assert len(logprobs) == 1
-    assert read_records(tmp_path, 1)[1]["curr"].null_count == 8
-    assert missing in caplog.text
 
 
 def test_what_is_kept_is_a_copy():

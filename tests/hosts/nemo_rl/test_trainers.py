@@ -265,15 +265,6 @@ def test_without_a_name_nemo_rls_own_loss_trains(recipe, tmp_path):
     assert "loss_fn.name is not set: NeMo-RL's own ClippedPGLossFn" in done.stderr
 
 
-def test_nemo_rls_own_gate_still_holds(recipe, tmp_path):
-    hosts.require("nemo_rl.algorithms.grpo")
-    corrected = "loss_fn.use_importance_sampling_correction=true"
-    plain = [word for word in GSPO if word != corrected and "is_correction_level" not in word]
-    done = run(tmp_path, "run_grpo.py", recipe("grpo_math_1B.yaml", "grpo"), *plain, *ASYNC)
-    assert done.returncode == 1
-    assert "Importance sampling correction must be enabled for async GRPO" in done.stderr
-
-
 def ppo(recipe, tmp_path, *overrides, loss=GSPO):
     hosts.require("nemo_rl.algorithms.ppo")
     rest = ["ppo.val_at_start=false", "ppo.ppo_epochs=2", "ppo.reward_shaping.enabled=false"]

@@ -74,18 +74,6 @@ def run_setup(setup, loss, **settings):
     return policy, loss_fn
 
 
-def test_an_optional_parameter_more(host, install):
-    """As NeMo-RL's pull requests 3714 and 3677 add one."""
-    loss = host(
-        setup="master_config, tokenizer=None, policy_factory=None, timeout=None",
-        loss_call=MESH.replace("mesh", "mesh=None"),
-        train="self, data, loss_fn, eval_mode=False, timeout=None",
-    )
-    policy, ours = run_setup(install(), loss, name="gspo")
-    assert isinstance(ours, PolicyLoss)
-    assert "all_mb_metrics" in policy.train({}, loss_fn=ours, timeout=3)
-
-
 def test_an_accepted_api_does_not_stop_the_run_and_each_run_says_so(host, install, caplog):
     loss = host(loss_call=MESH)
     with pytest.raises(HostAPIError, match=f"go on at your own risk with --accept {CALL}. See docs/how_to/upgrade.md$"):

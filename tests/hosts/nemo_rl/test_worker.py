@@ -142,18 +142,9 @@ def test_methods_that_came_by_value_are_prepared_too(host):
     assert actor.train([3]) == ("3", "post-processor")
 
 
-def test_hidden_states_are_requested_only_for_the_linear_back_end(host):
+def test_a_model_forward_of_another_form_is_an_error_for_the_linear_back_end(host):
     host()
-    train = importlib.import_module("nemo_rl.models.megatron.train")
-    names = ("forward_with_post_processing_fn", "model_forward")
-    before = {name: getattr(train, name) for name in names}
-    for backend in ("nemo_rl", "mcore", "te", "geomask"):
-        prepare_worker(backends=(backend,))
-        assert {name: getattr(train, name) for name in names} == before
-    prepare_worker(backends=("geomask_linear",))
-    assert {name: getattr(train, name).__wrapped__ for name in names} == before
-    uninstall()
-    train.model_forward = lambda batch: batch
+    importlib.import_module("nemo_rl.models.megatron.train").model_forward = lambda batch: batch
     with pytest.raises(HostAPIError, match=r"model_forward takes \(batch\).*Set loss_fn.logprob_backend: geomask,"):
         prepare_worker(backends=("geomask_linear",))
 

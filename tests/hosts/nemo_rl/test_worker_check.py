@@ -55,17 +55,14 @@ def nemo_rl(host):
     return run
 
 
-def test_the_environment_of_the_policys_workers_is_asked_before_setup(nemo_rl, environments):
+def test_the_environment_of_the_policys_workers_is_asked_before_setup(nemo_rl, environments, monkeypatch):
     nemo_rl({"name": "gspo"}, {**MEGATRON, "megatron_cfg": {"enabled": True, "env_vars": {"PYTHONPATH": "/p"}}})
     ((runtime_env, payload),) = environments.asked
     assert runtime_env == {"py_executable": "/venv/bin/python", "env_vars": {"PYTHONPATH": "/p"}}
     assert pickle.loads(payload).config.name == "gspo"
-
-
-def test_the_drivers_own_path_goes_with_it(nemo_rl, environments, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
     nemo_rl({"name": "gspo"}, MEGATRON)
-    assert environments.asked[0][0]["env_vars"] == {"PYTHONPATH": "/mine"}
+    assert environments.asked[1][0]["env_vars"] == {"PYTHONPATH": "/mine"}
 
 
 def test_an_environment_that_is_yet_to_be_built_is_asked_when_its_workers_run(nemo_rl, environments):
