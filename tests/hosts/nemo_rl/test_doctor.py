@@ -100,14 +100,6 @@ def test_an_interpreter_that_does_not_run(host, tmp_path, capsys):
     assert "problem 2: --worker /absent/python: /absent/python does not run: [Errno 2] No such file" in printed
 
 
-def test_an_api_that_differs(host, capsys):
-    host(setup="config, policy_factory=None")
-    assert main(["doctor"]) == 1
-    printed = capsys.readouterr().out
-    assert "wrong   nemo_rl.algorithms.grpo: setup (for every run" in printed
-    assert "problem 1: NeMo-RL 9.8.7: nemo_rl.algorithms.grpo: setup" in printed
-
-
 def test_without_nemo_rl(host, monkeypatch, capsys):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(

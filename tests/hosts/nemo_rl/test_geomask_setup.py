@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import pickle
 import sys
 import types
 from pathlib import Path
@@ -114,13 +113,6 @@ def test_the_single_controllers_setup(host):
     assert type(actor_args.trainer_handle).__name__ == "GeomaskPolicy"
     assert type(actor_args) is module.SingleControllerActorArgs
     assert timing == "timing"
-
-
-def test_a_policy_arrives_in_another_process_with_its_class(host):
-    policy = run_setup(host(), GSPO).policy
-    arrived = pickle.loads(pickle.dumps(policy))
-    assert type(arrived) is type(policy)
-    assert arrived.geomask_config == policy.geomask_config
 
 
 def test_a_setup_that_returns_no_loss_is_an_error_and_not_nemo_rls_loss_in_silence(host):
@@ -331,13 +323,6 @@ def test_a_recorded_run_whose_rewards_nemo_rl_does_not_log(host, tmp_path, caplo
     assert "rewards and environments will be null" not in caplog.text
     build(loss, record, env={"should_log_nemo_gym_responses": True})
     assert "loss_fn.record: rewards and environments will be null" in caplog.text
-
-
-def test_the_metrics_of_a_step_are_summarized(host):
-    policy = run_setup(host(), GSPO).policy
-    metrics = policy.train({}, build_nemo_rl_loss(config(sys.modules[facts.LOSS_MODULE], GSPO)))["all_mb_metrics"]
-    assert metrics["geomask/a_max"] == [3.0]
-    assert metrics["loss"] == [1.0, 2.0]
 
 
 def test_versions_and_the_resolved_loss_are_logged_once(host, caplog):

@@ -77,11 +77,6 @@ def test_in_a_process_of_its_own(tmp_path):
     assert json.loads(done.stdout)["loss"] == "PolicyLoss", done.stderr
 
 
-def test_a_mistake_in_the_recipe_ends_in_one_line(script, capsys):
-    assert main(["run", str(script), '{"name": "gsp"}']) == 2
-    assert "nemo-geomask: error: loss_fn.name: no loss named 'gsp'" in capsys.readouterr().err
-
-
 def test_a_mistake_in_the_recipe_ends_before_the_script(script, tmp_path, capsys):
     pytest.importorskip("omegaconf", reason="reading a recipe needs omegaconf")
     recipe = tmp_path / "recipe.yaml"
@@ -99,14 +94,6 @@ def test_no_such_script(host, capsys):
     host()
     assert main(["run", "examples/run_grpoo.py"]) == 2
     assert "examples/run_grpoo.py: there is no such script" in capsys.readouterr().err
-
-
-def test_another_nemo_rl_ends_before_the_script(host, tmp_path, capsys):
-    host(setup="config, policy_factory=None")
-    path = tmp_path / "train.py"
-    path.write_text("raise SystemExit('started')", encoding="utf-8")
-    assert main(["run", str(path)]) == 2
-    assert "differs from the versions that nemo_geomask knows" in capsys.readouterr().err
 
 
 SETUP = "from nemo_rl.algorithms.grpo import setup\n"
@@ -187,10 +174,6 @@ IMPORTS = (
 OWN_SCRIPTS = {
     "in a table": (
         f"TRAINERS = {{'grpo': begin}}\npolicy, _, loss, *_ = TRAINERS['grpo']({BUILD})\n" + PRINT,
-        "GeomaskPolicy",
-    ),
-    "as a default": (
-        f"def main(setup=begin):\n    return setup({BUILD})\npolicy, _, loss, *_ = main()\n" + PRINT,
         "GeomaskPolicy",
     ),
     "in part": (

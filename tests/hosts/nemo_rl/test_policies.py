@@ -446,11 +446,6 @@ def test_a_loss_that_reads_them_gets_them(nemo_rl, settings):
     assert (type(policy).forward_passes, type(tq).forward_passes) == (1, 1)
 
 
-def test_other_policies_compute_them(nemo_rl):
-    convert_policy(nemo_rl.lm.Policy(), config_of(**GEN))
-    assert not nemo_rl.lm.Policy().get_logprobs(Batch(rollouts(seed=1).data))["logprobs"].isnan().any()
-
-
 def test_a_threshold_on_log_probs_that_are_not_computed_is_an_error(host):
     host()
 

@@ -34,23 +34,14 @@ def test_preparing_is_explicit_idempotent_and_undone(host):
     # A loss that arrives changes nothing.
     for loss in (build_loss({}), LogitLoss(build_loss({"logprob_backend": "geomask"}))):
         pickle.loads(pickle.dumps(loss))
+    for backend in ("nemo_rl", "mcore", "geomask", "geomask_linear"):
+        assert prepare_worker(backends=(backend,), has_packed_rows=False)
     assert packing_calls() == before
-    for _ in range(2):
+    for _ in range(2):  # for rows that are packed later in the same process
         assert prepare_worker()
         assert {name: call.__wrapped__ for name, call in packing_calls().items()} == before
     uninstall()
     assert packing_calls() == before
-
-
-@pytest.mark.parametrize("backend", ["nemo_rl", "mcore", "geomask", "geomask_linear"])
-def test_the_packing_wrappers_are_replaced_only_for_packed_rows(host, backend):
-    host()
-    before = packing_calls()
-    assert prepare_worker(backends=(backend,), has_packed_rows=False)
-    assert packing_calls() == before
-    # Rows that are packed later in the same process.
-    assert prepare_worker(backends=(backend,))
-    assert {name: call.__wrapped__ for name, call in packing_calls().items()} == before
 
 
 @pytest.mark.parametrize(
