@@ -94,7 +94,8 @@ class RecordFile:
         parquet = require_arrow("pyarrow.parquet")
         self._metadata = _parse_footer(footer)
         # As a dictionary, a text that many rows share takes its memory once.
-        self._file = parquet.ParquetFile(file, metadata=self._metadata, read_dictionary=sorted(_TEXT_NAMES))
+        texts = sorted(_TEXT_NAMES.intersection(self._metadata.schema.names))
+        self._file = parquet.ParquetFile(file, metadata=self._metadata, read_dictionary=texts)
         self._check_schema()
         self.row_groups: int = self._metadata.num_row_groups
         self._check_claims()

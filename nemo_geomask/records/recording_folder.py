@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 
 from nemo_geomask.records.record_schema import RecordOrigin, file_name, file_step
-from nemo_geomask.records.stored_files import FileIdentity, StoredFile, identify
+from nemo_geomask.records.stored_files import FileIdentity, identify
 
 _log = logging.getLogger("nemo_geomask")
 _MARK = ".recorder.lock"
@@ -63,10 +63,6 @@ class RecordingFolder:
             )
         if origin.id:
             self._warn_of_later_steps(files, origin)
-
-    def add(self, stored: StoredFile) -> None:
-        """Note a file that this recorder has written, and may replace."""
-        self.replaceable[stored.name] = stored.identity
 
     def close(self) -> None:
         """Let other recorders write into the folder."""

@@ -159,7 +159,8 @@ class Recorder:
             with open_folder(self.directory) as folder:
                 self._folder.enter(folder, self._origin)
                 replaceable = self._folder.replaceable
-                self._folder.add(_store_step(folder, step, step_rows, self._origin, masks, facts, replaceable))
+                stored = _store_step(folder, step, step_rows, self._origin, masks, facts, replaceable)
+                replaceable[stored.name] = stored.identity
 
         with self._state:
             if not self._origin.id:
@@ -204,8 +205,7 @@ class Recorder:
                 work.queue.clear()
                 self.lost += count
                 self.losses["not finished"] += count
-            reason = f"not finished within {timeout:g} s"
-            self._warn("records: %d steps lost on the way to %s: %s", count, self.directory, reason)
+            self._warn("records: %d steps to %s lost: not finished within %g s", count, self.directory, timeout)
         self._folder.close()
         if self.lost:
             self._warn("records: %d steps written to %s, %d lost", self.written, self.directory, self.lost)
@@ -221,8 +221,7 @@ class Recorder:
         """Return the work of the thread, starting one if there is none."""
         if self._work is None:
             work = _Work()
-            name = "nemo_geomask records"
-            threading.Thread(target=self._write_queued_steps, args=(work,), name=name, daemon=True).start()
+            threading.Thread(target=self._write_queued_steps, args=(work,), daemon=True).start()
             self._work = work
             atexit.register(self.close)
         return self._work
