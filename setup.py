@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 
@@ -11,12 +13,10 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-SHIPPED = ("recipes/*.json", "recipes/*/*.yaml", "docs/**/*.md", "docs/**/*.png")
-"""Files that the wheel holds as ``nemo_geomask/shipped/…``, for :mod:`nemo_geomask.recipe.shipped_files`."""
 
 
 class BuildWithShippedFiles(build_py):
-    """Builds the package with the files beside it, unless it is installed in place."""
+    """Builds the package with the files that come with it, unless it is installed in place."""
 
     def run(self) -> None:
         """Copy the modules, and then the files."""
@@ -32,8 +32,12 @@ class BuildWithShippedFiles(build_py):
     def _shipped_files(self) -> dict[Path, Path]:
         if self.editable_mode:
             return {}
-        sources = sorted(path for pattern in SHIPPED for path in ROOT.glob(pattern))
-        return {path: Path(self.build_lib, "nemo_geomask", "shipped", path.relative_to(ROOT)) for path in sources}
+        # The module alone: its package needs what the environment of a build lacks.
+        sys.path.insert(0, str(ROOT))
+        shipped_files = runpy.run_path(str(ROOT / "nemo_geomask" / "recipe" / "shipped_files.py"))
+        return {
+            ROOT / name: Path(self.build_lib, "nemo_geomask", "shipped", name) for name in shipped_files["list_files"]()
+        }
 
 
 def readme() -> str:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from nemo_geomask import errors
@@ -16,21 +15,18 @@ from nemo_geomask.errors import *  # noqa: F403 -- every error, each of which an
 if TYPE_CHECKING:
     from nemo_geomask.config import LossConfig
     from nemo_geomask.hosts.nemo_rl import install, uninstall
-    from nemo_geomask.hosts.nemo_rl.host_errors import HostAPIError, WorkerError
     from nemo_geomask.losses import PolicyLoss, PrestepPass, Variant, build_loss
     from nemo_geomask.parallel import linear_logprobs, vocab_parallel_logprobs
     from nemo_geomask.parallel.local_processes import RankError
     from nemo_geomask.segments import PackedSegments
 
 __all__ = [
-    "HostAPIError",
     "LossConfig",
     "PackedSegments",
     "PolicyLoss",
     "PrestepPass",
     "RankError",
     "Variant",
-    "WorkerError",
     "__version__",
     "build_loss",
     "install",
@@ -43,28 +39,21 @@ __all__ += errors.__all__
 __version__ = "0.1.0"
 
 _HOMES = {
-    "HostAPIError": "hosts.nemo_rl",
     "LossConfig": "config",
     "PackedSegments": "segments",
     "PolicyLoss": "losses",
     "PrestepPass": "losses",
     "RankError": "parallel.local_processes",
     "Variant": "losses",
-    "WorkerError": "hosts.nemo_rl",
     "build_loss": "losses",
     "install": "hosts.nemo_rl",
     "linear_logprobs": "parallel",
     "uninstall": "hosts.nemo_rl",
     "vocab_parallel_logprobs": "parallel",
 }
-_RENAMED = {"BeforeStep": "PrestepPass", "SeamError": "HostAPIError"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        message = f"nemo_geomask.{name} is now called nemo_geomask.{_RENAMED[name]}"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        name = _RENAMED[name]
     # Imported when used: the log-probs and kernels need torch alone, the losses pydantic, an integration its host.
     if name in _HOMES:
         return getattr(importlib.import_module(f"nemo_geomask.{_HOMES[name]}"), name)

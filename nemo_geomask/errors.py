@@ -16,6 +16,7 @@ __all__ = [
     "DataError",
     "EngineError",
     "GeomaskError",
+    "HostAPIError",
     "InputLimitError",
     "LostRankError",
     "MissingDataError",
@@ -25,6 +26,7 @@ __all__ = [
     "Problem",
     "RanksDisagreeError",
     "ShapeError",
+    "WorkerError",
 ]
 
 
@@ -119,6 +121,14 @@ class BatchVetoError(GeomaskError, RuntimeError):
 
 class EngineError(GeomaskError, RuntimeError):
     """An engine can't do what was requested, because of its configuration or its current state."""
+
+
+class HostAPIError(GeomaskError, RuntimeError):
+    """The installed NeMo-RL differs from the tested versions in an API that this package relies on."""
+
+
+class WorkerError(GeomaskError, RuntimeError):
+    """A worker that is to receive the loss cannot load it, or is not prepared for it."""
 
 
 class MissingDependencyError(GeomaskError, ImportError):

@@ -9,8 +9,6 @@ from typing import Any
 
 from nemo_geomask.errors import MissingDependencyError
 
-__all__ = ["MODULES_OF_EXTRAS", "missing_extra", "require"]
-
 MODULES_OF_EXTRAS = frozenset(
     [
         "hydra",

@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from nemo_geomask.errors import PluginError
 
-__all__ = ["NOT_IMPORTED", "import_plugin_module", "plugin_imports"]
-
 NOT_IMPORTED = "was not imported, as --no-import asks"
 """Part of the error's message under ``plugin_imports(allowed=False)``."""
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from nemo_geomask.cli import create_parser, installed_commands, main
+from nemo_geomask.cli import COMMANDS, create_parser, main
 from nemo_geomask.config.presets import PRESETS
 from nemo_geomask.losses import build_loss
 
@@ -130,7 +130,7 @@ def commands(text):
 
 
 def test_every_command_of_the_pages_is_accepted():
-    names = {command.name for command in installed_commands()}
+    names = {command.name for command in COMMANDS}
     parser_of = functools.cache(lambda name: create_parser([name]))
     refused, accepted = [], 0
     for page, text in PAGES.items():

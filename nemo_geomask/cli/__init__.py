@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import difflib
 import importlib
-import importlib.util
 import os
 import select
 import sys
@@ -27,7 +26,7 @@ from nemo_geomask.optional import missing_extra
 from nemo_geomask.plugin_imports import plugin_imports
 from nemo_geomask.tools.shared.terminal_text import escape_lines, escaped_output
 
-__all__ = ["COMMANDS", "Command", "create_parser", "installed_commands", "main"]
+__all__ = ["COMMANDS", "Command", "create_parser", "main"]
 
 
 class Command(NamedTuple):
@@ -35,7 +34,6 @@ class Command(NamedTuple):
 
     Attributes:
         name: the word on the command line, and with ``_`` in place of ``-`` the name of its module in this package.
-        package: the package below ``nemo_geomask`` that does the work. If it was deleted, the command is not offered.
         help: one line for ``nemo-geomask --help``.
         imports_plugins: True if a ``module:attribute`` that a recipe or an argument names is imported, if need be from
             the current folder.
@@ -43,111 +41,53 @@ class Command(NamedTuple):
         runs_script: True if the command runs a program of the user's in this process, which may exit as it likes and
             print what it likes.
         extras: the package's extras, separated by commas, that install all that the command needs.
-        needs: other packages below ``nemo_geomask`` without which the command is not offered.
     """
 
     name: str
-    package: str
     help: str
     imports_plugins: bool = False
     reads_recipes: bool = False
     runs_script: bool = False
     extras: str = ""
-    needs: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
         """Full name of the command's module."""
         return f"{__name__}.{self.name.replace('-', '_')}"
 
-    def is_installed(self) -> bool:
-        """Return True if the command's module exists, and the packages that do its work."""
-        # A deleted package may leave its folder behind. Python takes that for a namespace package, which has no origin.
-        names = [self.module, *(f"nemo_geomask.{name}" for name in (self.package, *self.needs))]
-        specs = [importlib.util.find_spec(name) for name in names]
-        return all(spec is not None and spec.origin is not None for spec in specs)
+
+def _recipe_command(name: str, help: str, extras: str) -> Command:
+    return Command(name, help, imports_plugins=True, reads_recipes=True, extras=extras)
 
 
 COMMANDS = (
-    Command(
-        "lab",
-        "tools.lab",
-        "train a small MoE policy on the CPU and compare losses",
-        imports_plugins=True,
-        reads_recipes=True,
-        extras="demo",
-    ),
-    Command(
-        "run",
-        "hosts.nemo_rl",
-        "run a NeMo-RL script with the loss that its recipe names",
-        imports_plugins=True,
-        runs_script=True,
-    ),
-    Command("doctor", "hosts.nemo_rl", "check NeMo-RL, its workers' environments and the registered losses"),
-    Command(
-        "check",
-        "tools.check",
-        "explain what a recipe trains, and warn of known mistakes in it",
-        imports_plugins=True,
-        reads_recipes=True,
-        extras="recipes",
-    ),
-    Command(
-        "diagnose",
-        "tools.diagnose",
-        "find out what is wrong with a run's mismatch, since when, and why",
-        extras="diagnose",
-    ),
-    Command(
-        "sweep",
-        "tools.diagnose",
-        "replay a run's batches under each correction and mask, and compare them",
-        imports_plugins=True,
-        reads_recipes=True,
-        extras="diagnose",
-    ),
-    Command(
-        "translate",
-        "tools.translate",
-        "write another system's loss settings as a loss_fn block",
-        imports_plugins=True,
-        reads_recipes=True,
-        extras="recipes",
-    ),
+    _recipe_command("lab", "train a small MoE policy on the CPU and compare losses", "demo"),
+    Command("run", "run a NeMo-RL script with the loss that its recipe names", imports_plugins=True, runs_script=True),
+    Command("doctor", "check NeMo-RL, its workers' environments and the registered losses"),
+    _recipe_command("check", "explain what a recipe trains, and warn of known mistakes in it", "recipes"),
+    Command("diagnose", "find out what is wrong with a run's mismatch, since when, and why", extras="diagnose"),
+    _recipe_command("sweep", "replay a run's batches under each correction and mask, and compare them", "diagnose"),
+    _recipe_command("translate", "write another system's loss settings as a loss_fn block", "recipes"),
     Command(
         "test-variant",
-        "testing",
         "test a loss or correction of your own against the package's promises",
         imports_plugins=True,
         extras="recipes",
     ),
-    Command(
-        "rehearse",
-        "tools.rehearse",
-        "run a recipe, shrunk, through NeMo-RL's own workers on this machine",
-        imports_plugins=True,
-        reads_recipes=True,
-        extras="recipes,diagnose",
+    _recipe_command(
+        "rehearse", "run a recipe, shrunk, through NeMo-RL's own workers on this machine", "recipes,diagnose"
     ),
-    Command(
-        "probe",
-        "tools.probe",
-        "find out which settings make a recipe's sampler and trainer disagree",
-        imports_plugins=True,
-        reads_recipes=True,
-        extras="recipes,diagnose",
-        needs=("tools.rehearse",),
+    _recipe_command(
+        "probe", "find out which settings make a recipe's sampler and trainer disagree", "recipes,diagnose"
     ),
     Command(
         "bench",
-        "tools.bench",
         "measure or estimate what a recipe gains: log-probs, losses and steps beside NeMo-RL's",
         extras="recipes",
     ),
-    Command("recipes", "recipe", "list and copy the recipes and pages that come with this package"),
-    Command("schema", "recipe", "write the JSON Schema of a recipe, for editors"),
-    Command("completion", "cli", "print a script for a shell that completes commands and options", extras="completion"),
+    Command("recipes", "list and copy the recipes and pages that come with this package"),
+    Command("schema", "write the JSON Schema of a recipe, for editors"),
+    Command("completion", "print a script for a shell that completes commands and options", extras="completion"),
 )
 
 
@@ -249,11 +189,11 @@ def _without_current_folder() -> Iterator[None]:
             sys.path[:] = path
 
 
-def create_parser(chosen: Collection[str]) -> argparse.ArgumentParser:
+def create_parser(chosen: Collection[str] | None = None) -> argparse.ArgumentParser:
     """Return the parser of the command line.
 
     Args:
-        chosen: names of the commands whose modules are imported, to declare their arguments.
+        chosen: names of the commands whose modules are imported, to declare their arguments; None: all.
     """
     parser = argparse.ArgumentParser(
         prog="nemo-geomask",
@@ -263,27 +203,18 @@ def create_parser(chosen: Collection[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"nemo-geomask {nemo_geomask.__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in installed_commands():
+    for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, formatter_class=HelpFormatter)
-        if command.name in chosen:
+        if chosen is None or command.name in chosen:
             module = importlib.import_module(command.module)
             module.add_arguments(subparser)
             subparser.epilog = with_exit_status(subparser.epilog, module.EXIT_STATUS)
             if command.reads_recipes:
                 add_limit_option(subparser)
             subparser.set_defaults(
-                run=module.run, command=command, exit_status=module.EXIT_STATUS, parser_of_all=_create_full_parser
+                run=module.run, command=command, exit_status=module.EXIT_STATUS, parser_of_all=create_parser
             )
     return parser
-
-
-def installed_commands() -> list[Command]:
-    """Return the commands whose tools are there."""
-    return [command for command in COMMANDS if command.is_installed()]
-
-
-def _create_full_parser() -> argparse.ArgumentParser:
-    return create_parser([command.name for command in installed_commands()])
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

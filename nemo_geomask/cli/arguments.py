@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 
-__all__ = ["ACCEPT_HELP", "add_limit_option", "all_commands", "positive_number"]
-
 ACCEPT_HELP = (
     "go on, at your own risk, although this API of NeMo-RL differs from the tested versions; its name is the one that "
     "the error prints (repeatable)"

@@ -7,8 +7,6 @@ from typing import Any
 
 from nemo_geomask.optional import require
 
-__all__ = ["EXIT_STATUS", "add_arguments", "run"]
-
 EXIT_STATUS = {0: "the script is printed", 2: "shtab is not installed, or the shell is not one of these"}
 
 _EPILOG = """\

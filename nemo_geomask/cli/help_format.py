@@ -8,8 +8,6 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
 
-__all__ = ["COMMON_EXIT_STATUS", "HelpFormatter", "with_exit_status"]
-
 COMMON_EXIT_STATUS = {
     130: "interrupted by Ctrl-C",
     141: "the reader of the output went away, as in `… | head -1`",

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from nemo_geomask.recipe.shipped_files import copy_files, describe_file, inherited_files, select_files, shipped_file
 
-__all__ = ["EXIT_STATUS", "add_arguments", "run"]
-
 EXIT_STATUS = {
     0: "the files are listed, printed or copied",
     2: "a name is unknown, or a file can't be written",

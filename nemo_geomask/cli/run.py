@@ -7,8 +7,6 @@ import argparse
 from nemo_geomask.cli.arguments import ACCEPT_HELP
 from nemo_geomask.errors import ConfigError
 
-__all__ = ["EXIT_STATUS", "add_arguments", "run"]
-
 EXIT_STATUS = {
     0: "the script ended; if it exits with a status, that is the command's",
     2: "a mistake in the arguments, the recipe or the installation; the script was not started",

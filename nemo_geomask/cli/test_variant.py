@@ -6,8 +6,6 @@ import argparse
 import itertools
 import time
 
-__all__ = ["EXIT_STATUS", "add_arguments", "run"]
-
 EXIT_STATUS = {
     0: "every promise is kept",
     1: "a promise is broken",

@@ -14,8 +14,6 @@ from nemo_geomask.config import nearest
 from nemo_geomask.errors import ConfigError, DataError, MissingDependencyError, ShapeError
 from nemo_geomask.parallel import vocab_parallel_logprobs
 
-__all__ = ["LOGPROB_BACKENDS", "logprob_backend"]
-
 LogProbs = Callable[..., Tensor]
 
 

@@ -1,7 +1,7 @@
-"""Files that come with the package: recipes, their JSON Schema and the pages of the documentation.
+"""Files that come with the package: recipes, their JSON Schema and the pages that can be read in a terminal.
 
 A file's name is its path in the repository, such as ``recipes/lab/demo.yaml``. In a wheel the files lie in
-``nemo_geomask/shipped``, with the same names below it.
+``nemo_geomask/shipped``, with the same names below it; ``setup.py`` packs what :func:`list_files` returns.
 """
 
 from __future__ import annotations
@@ -24,13 +24,18 @@ __all__ = [
     "shipped_file",
 ]
 
-_PATTERNS = ("recipes/llm/*.yaml", "recipes/lab/*.yaml", "recipes/*.json", "docs/**/*.md")
+_RECIPES = ("recipes/llm/*.yaml", "recipes/lab/*.yaml", "recipes/*.json")
+_PAGES = tuple(f"docs/{folder}/*.md" for folder in ("tutorials", "how_to", "reference", "background"))
 
 
 def list_files() -> list[str]:
-    """Return the names of all recipes, schemas and pages."""
+    """Return the names of all recipes, schemas and pages; not of pages that only the site has complete."""
     folder = _folder()
-    return [path.relative_to(folder).as_posix() for pattern in _PATTERNS for path in sorted(folder.glob(pattern))]
+    recipes, pages = (
+        [path for pattern in patterns for path in sorted(folder.glob(pattern))] for patterns in (_RECIPES, _PAGES)
+    )
+    complete = [path for path in pages if path.stem != "index" and "<!-- site: " not in path.read_text("utf-8")]
+    return [path.relative_to(folder).as_posix() for path in (*recipes, *complete)]
 
 
 def select_files(words: Iterable[str]) -> list[str]:

@@ -16,18 +16,8 @@ from nemo_geomask.config.fields import Recording
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOKEN_MASK
 from nemo_geomask.losses.batch_masks import removed_tokens
 from nemo_geomask.records.record_schema import COLUMNS, REMOVED
-from nemo_geomask.records.writer import Recorder, StepRows
-
-__all__ = [
-    "COLUMN_BATCH_KEYS",
-    "CURR_KNOWN_KEY",
-    "JSONL_KEYS",
-    "FlightRecorder",
-    "choose_by_hash",
-    "join_parts",
-    "recorded_rows",
-    "step_rows",
-]
+from nemo_geomask.records.step_table import StepRows
+from nemo_geomask.records.writer import Recorder
 
 COLUMN_BATCH_KEYS = {
     "tokens": "input_ids",

@@ -15,23 +15,6 @@ from typing import Any, TypeGuard
 import nemo_geomask
 from nemo_geomask.optional import require
 
-__all__ = [
-    "CHECKSUM_KEY",
-    "COLUMNS",
-    "MAX_TEXT_BYTES",
-    "ORIGIN_KEY",
-    "REMOVED",
-    "VERSION",
-    "Column",
-    "RecordOrigin",
-    "arrow_schema",
-    "file_name",
-    "file_step",
-    "is_recordable_text",
-    "require_arrow",
-    "step_files",
-]
-
 VERSION = 1
 """Version of the schema. Adding a column does not change it; changing the meaning of a column increments it."""
 
@@ -99,7 +82,7 @@ class RecordOrigin:
     first_step: int = 0
 
 
-_LOGPROB = "log-prob of each token, nats; 0 or NaN where it was not computed (prompt, tool output)"
+_LOGPROB = "log-prob of each token, nats; 0 or NaN where not computed"
 
 COLUMNS: tuple[Column, ...] = (
     Column("step", "int64", "number of the rollout batch, from 1, as NeMo-RL logs it", is_required=True),

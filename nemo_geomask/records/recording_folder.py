@@ -10,9 +10,7 @@ import stat
 from pathlib import Path
 
 from nemo_geomask.records.record_schema import RecordOrigin, file_name, file_step
-from nemo_geomask.records.stored_files import FileIdentity, StoredFile, identify
-
-__all__ = ["RecordingFolder"]
+from nemo_geomask.records.stored_files import FileIdentity, identify
 
 _log = logging.getLogger("nemo_geomask")
 _MARK = ".recorder.lock"
@@ -31,26 +29,21 @@ class RecordingFolder:
     def __init__(self, directory: Path) -> None:
         self.replaceable: dict[str, FileIdentity] = {}
         self._directory = directory
-        self._written: set[str] = set()
         self._identity: tuple[int, int] | None = None
         self._mark: int | None = None
 
-    def enter(self, folder: int, origin: RecordOrigin) -> int:
+    def enter(self, folder: int, origin: RecordOrigin) -> None:
         """Note which folder is written to, before each file; look at its files if it is another than before.
 
         Args:
             folder: descriptor of the folder.
             origin: what writes the files.
-
-        Returns: number of this recorder's files that are gone with the folder before.
         """
         status = os.fstat(folder)
         identity = status.st_dev, status.st_ino
         if identity == self._identity:
-            return 0
-        count = len(self._written)
+            return
         self.close()
-        self._written.clear()
         self._identity = identity
         try:
             is_alone = self._hold(folder)
@@ -70,27 +63,6 @@ class RecordingFolder:
             )
         if origin.id:
             self._warn_of_later_steps(files, origin)
-        return count
-
-    def add(self, stored: StoredFile) -> None:
-        """Note a file that this recorder has written."""
-        self._written.add(stored.name)
-        self.replaceable[stored.name] = stored.identity
-
-    def count_removed(self) -> int:
-        """Return the number of this recorder's files that are gone with their folder, each once."""
-        try:
-            status = os.lstat(self._directory)
-            is_same = (status.st_dev, status.st_ino) == self._identity
-        except FileNotFoundError:
-            is_same = False
-        except OSError:
-            is_same = True  # it can't be told
-        if is_same:
-            return 0
-        count = len(self._written)
-        self._written.clear()
-        return count
 
     def close(self) -> None:
         """Let other recorders write into the folder."""

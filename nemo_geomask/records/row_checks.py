@@ -10,8 +10,6 @@ import numpy as np
 
 from nemo_geomask.records.record_schema import COLUMNS, MAX_TEXT_BYTES, REMOVED, file_step, require_arrow
 
-__all__ = ["RowChecks", "RowError"]
-
 _COLUMNS = {column.name: column for column in COLUMNS}
 _NOT_NEGATIVE = ("row", "group", "sample", "length", "prompt_length", "turns")
 
@@ -46,7 +44,8 @@ class RowChecks:
     def _problems(self, table: Any) -> Iterator[tuple[Any, Any]]:
         """Yield for each check a bool array of invalid rows, and a function that explains the row of an index."""
         compute = require_arrow("pyarrow.compute")
-        columns = {name: table.column(name).combine_chunks() for name in table.schema.names if _is_known(name)}
+        names = [name for name in table.schema.names if name in _COLUMNS or name.startswith(REMOVED)]
+        columns = {name: table.column(name).combine_chunks() for name in names}
         for name, column in columns.items():
             if name in _COLUMNS and _COLUMNS[name].is_required and column.null_count:
                 yield _to_numpy(column.is_null()), _message(f"{name} is null, but every record has it")
@@ -62,10 +61,8 @@ class RowChecks:
             if name in _COLUMNS and _COLUMNS[name].is_text:
                 sizes = compute.binary_length(column.dictionary).take(column.indices)
                 values = _to_numpy(compute.fill_null(sizes, 1))
-                yield (
-                    (values < 1) | (values > MAX_TEXT_BYTES),
-                    _value_message(f"the size of {name}", values, f"1 to {MAX_TEXT_BYTES} bytes"),
-                )
+                message = _value_message(f"the size of {name}", values, f"1 to {MAX_TEXT_BYTES} bytes")
+                yield (values < 1) | (values > MAX_TEXT_BYTES), message
         for name in _NOT_NEGATIVE:
             if name in columns:
                 values = _to_numpy(compute.fill_null(columns[name], 0))
@@ -82,12 +79,9 @@ class RowChecks:
                 self._step = int(values[0])
             yield values != self._step, _value_message("step", values, f"{self._step}, as in the file's name")
         if "row" in columns:
-            yield (
-                self._repeated(_to_numpy(columns["row"])),
-                _value_message(
-                    "row", _to_numpy(columns["row"]), "another number in each row; are these rows of two runs?"
-                ),
-            )
+            values = _to_numpy(columns["row"])
+            message = _value_message("row", values, "another number in each row; are these rows of two runs?")
+            yield self._repeated(values), message
 
     def _repeated(self, numbers: Any) -> Any:
         """Return True for each row whose number an earlier row of the file has."""
@@ -99,10 +93,6 @@ class RowChecks:
             is_repeated |= np.array([value in self._numbers for value in values], bool)
         self._numbers.update(values)
         return is_repeated
-
-
-def _is_known(name: str) -> bool:
-    return name in _COLUMNS or name.startswith(REMOVED)
 
 
 def _to_numpy(column: Any) -> Any:

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from nemo_geomask.records.record_schema import COLUMNS, REMOVED, Column, arrow_schema, require_arrow
 
-__all__ = ["StepRows", "step_table"]
-
 
 @dataclass(frozen=True)
 class StepRows:

@@ -2,6 +2,9 @@
 
 A file is written under a random name that did not exist, gets its checksum, is forced to the disk, and is then linked
 to its own name. Linking fails if the name is taken, so no two writers overwrite each other's file.
+
+The checksum is in the file's own metadata: SHA-256 over all bytes, with zeros in place of the checksum itself. It is
+checked before the file is decoded, and it covers the metadata, too. It tells damage, not forgery.
 """
 
 from __future__ import annotations
@@ -11,17 +14,24 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nemo_geomask.records import checksums
 from nemo_geomask.records.record_schema import CHECKSUM_KEY, ORIGIN_KEY, RecordOrigin, require_arrow
 
-__all__ = ["FileIdentity", "StoredFile", "identify", "open_folder", "store_record"]
-
+_DIGITS = 64
+_PREFIX = "sha256:"
+PLACEHOLDER = f"{_PREFIX}{'0' * _DIGITS}"
+"""Value of :data:`CHECKSUM_KEY` while a file is written."""
+TAIL = 8
+"""Bytes after the metadata: their length, 4 bytes little-endian, and the mark ``PAR1``."""
+# Between key and value are the type and the length of the value.
+_ENTRY = re.compile(re.escape(CHECKSUM_KEY.encode()) + rb".{2}" + _PREFIX.encode() + rb"([0-9a-f]{64})", re.DOTALL)
+_CHUNK = 2**20
 # File systems without hard links, such as those of object stores, answer one of these.
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}
 
@@ -103,12 +113,15 @@ def store_record(
         try:
             for table in tables:
                 writer.write_table(table, row_group_size)
-            metadata = {ORIGIN_KEY: json.dumps(asdict(origin)), CHECKSUM_KEY: checksums.PLACEHOLDER}
+            metadata = {ORIGIN_KEY: json.dumps(asdict(origin)), CHECKSUM_KEY: PLACEHOLDER}
             writer.add_key_value_metadata(metadata)
         finally:
             with sink.first_error():
                 writer.close()
-        checksums.write_checksum(descriptor, sink.tell(), sink.digest.hexdigest())
+        start, footer = read_footer(descriptor, sink.tell())
+        entry = find_checksum(footer)
+        assert entry is not None
+        os.pwrite(descriptor, sink.digest.hexdigest().encode(), start + entry[0])
         os.fsync(descriptor)
         identity = identify(os.fstat(descriptor))
         return StoredFile(_put_in_place(folder, part, name, may_replace), identity)
@@ -196,3 +209,28 @@ def _link(folder: int, part: str, name: str) -> bool:
         else:
             return False
     return True
+
+
+def read_footer(descriptor: int, size: int) -> tuple[int, bytes]:
+    """Return the offset and the bytes of a Parquet file's metadata; the caller has checked their length."""
+    length = int.from_bytes(os.pread(descriptor, 4, size - TAIL), "little")
+    start = size - TAIL - length
+    return start, os.pread(descriptor, length, start)
+
+
+def find_checksum(footer: bytes) -> tuple[int, str] | None:
+    """Return where in the metadata the digits of the checksum begin, and the digits; None if there is no checksum."""
+    matches = list(_ENTRY.finditer(footer))
+    return (matches[-1].start(1), matches[-1][1].decode()) if matches else None
+
+
+def hash_without(descriptor: int, size: int, position: int) -> str:
+    """Return the SHA-256 of a file's bytes, with zeros in place of the checksum's digits at ``position``."""
+    digest = hashlib.sha256()
+    zeros = b"0" * _DIGITS
+    for start, end in ((0, position), (position + _DIGITS, size)):
+        for offset in range(start, end, _CHUNK):
+            digest.update(os.pread(descriptor, min(_CHUNK, end - offset), offset))
+        if start == 0:
+            digest.update(zeros)
+    return digest.hexdigest()

@@ -21,12 +21,9 @@ from nemo_geomask.records.recording_folder import RecordingFolder
 from nemo_geomask.records.step_table import StepRows, step_table
 from nemo_geomask.records.stored_files import FileIdentity, StoredFile, open_folder, store_record
 
-__all__ = ["ROW_GROUP", "Recorder", "StepRows", "write_step"]
-
 _log = logging.getLogger("nemo_geomask")
 ROW_GROUP = 2**20
 """Approximate number of tokens in a row group of a file; a reader holds one row group in memory at a time."""
-_POLL_SECONDS = 0.5
 
 
 def write_step(
@@ -93,32 +90,23 @@ class _Work:
     """Steps that one thread has to write.
 
     Attributes:
-        thread: the thread.
-        process: id of the process that the thread runs in; it does not exist in a fork of it.
         queue: steps that wait, each with the function that writes it.
         unfinished: number of steps that wait or are being written.
         is_closed: True if the thread ends when nothing waits any more.
         is_abandoned: True if the unfinished steps were counted as lost.
     """
 
-    thread: threading.Thread = field(init=False)
-    process: int = field(default_factory=os.getpid)
     queue: deque[tuple[int, Callable[[], None]]] = field(default_factory=deque)
     unfinished: int = 0
     is_closed: bool = False
     is_abandoned: bool = False
 
-    @property
-    def is_alive(self) -> bool:
-        """True if the thread runs in this process."""
-        return self.process == os.getpid() and self.thread.is_alive()
-
 
 class Recorder:
     """Thread that writes records: the trainer never waits for it, and no error in it reaches the trainer.
 
-    A step that can't be written (a full disk), that comes while too many others wait for the disk, or whose file is
-    gone with its folder, is lost, counted and logged.
+    A step that can't be written (a full disk), or that comes while too many others wait for the disk, is lost, counted
+    and logged.
 
     Args:
         directory: the run's directory.
@@ -129,8 +117,8 @@ class Recorder:
         directory: the run's directory.
         written: number of steps written.
         lost: number of steps lost.
-        losses: number of steps lost by each cause: the name of an error (``ENOSPC``, ``RuntimeError``), ``queue``,
-            ``folder removed`` or ``not finished``.
+        losses: number of steps lost by each cause: the name of an error (``ENOSPC``, ``RuntimeError``), ``queue`` or
+            ``not finished``.
     """
 
     def __init__(self, directory: Path | str, *, writer: str = "driver", waiting: int = 2) -> None:
@@ -143,6 +131,7 @@ class Recorder:
         self._state = threading.Condition()
         self._work: _Work | None = None
         self._folder = RecordingFolder(self.directory)
+        self._process = os.getpid()
 
     def record(
         self,
@@ -166,14 +155,19 @@ class Recorder:
         self._forget_parent_process()
 
         def write() -> None:
-            self._write(step, rows(), masks, facts)
+            step_rows = rows()
+            with open_folder(self.directory) as folder:
+                self._folder.enter(folder, self._origin)
+                replaceable = self._folder.replaceable
+                stored = _store_step(folder, step, step_rows, self._origin, masks, facts, replaceable)
+                replaceable[stored.name] = stored.identity
 
         with self._state:
             if not self._origin.id:
                 self._origin = RecordOrigin(self._origin.writer, secrets.token_hex(8), time.time(), step)
             cause, message = "", ""
             try:
-                work = self._living_work()
+                work = self._started_work()
             except (RuntimeError, MemoryError) as error:  # no thread can be started
                 cause, message = _describe(error)
             else:
@@ -193,8 +187,7 @@ class Recorder:
         Returns: False if some are not finished by then.
         """
         self._forget_parent_process()
-        work = self._work
-        return work is None or self._wait(work, timeout)
+        return self._work is None or self._wait(self._work, timeout)
 
     def close(self, timeout: float = 30.0) -> None:
         """Wait until the queued steps are written, at most ``timeout`` seconds, and stop the thread."""
@@ -206,67 +199,42 @@ class Recorder:
             work.is_closed = True
             self._state.notify_all()
         atexit.unregister(self.close)
-        if self._wait(work, timeout):
-            work.thread.join(_POLL_SECONDS)
-        else:
-            self._abandon(work, f"not finished within {timeout:g} s")
-        self._count_removed(self._folder.count_removed())
+        if not self._wait(work, timeout):
+            with self._state:
+                count, work.unfinished, work.is_abandoned = work.unfinished, 0, True
+                work.queue.clear()
+                self.lost += count
+                self.losses["not finished"] += count
+            self._warn("records: %d steps to %s lost: not finished within %g s", count, self.directory, timeout)
         self._folder.close()
         if self.lost:
             self._warn("records: %d steps written to %s, %d lost", self.written, self.directory, self.lost)
 
     def _forget_parent_process(self) -> None:
         """After a fork, begin anew: the parent's thread does not exist here, and it may have held the lock."""
-        if self._work is not None and self._work.process != os.getpid():
-            self._state = threading.Condition()
-            self._work = None
+        if self._process != os.getpid():
             self._folder.close()
-            self._folder = RecordingFolder(self.directory)
-            self._origin = RecordOrigin(self._origin.writer)
-            self.written = self.lost = 0
-            self.losses.clear()
+            anew = Recorder(self.directory, writer=self._origin.writer, waiting=self._waiting)
+            vars(self).update(vars(anew))
 
-    def _living_work(self) -> _Work:
-        """Return the work of a thread that lives, starting one if there is none."""
-        if self._work is not None and not self._work.is_alive:
-            self._abandon(self._work, "the recorder's thread has ended")
-            self._work = None
+    def _started_work(self) -> _Work:
+        """Return the work of the thread, starting one if there is none."""
         if self._work is None:
             work = _Work()
-            work.thread = threading.Thread(
-                target=self._write_queued_steps, args=(work,), name="nemo_geomask records", daemon=True
-            )
-            work.thread.start()
+            threading.Thread(target=self._write_queued_steps, args=(work,), daemon=True).start()
             self._work = work
             atexit.register(self.close)
         return self._work
 
     def _wait(self, work: _Work, timeout: float) -> bool:
         """Wait until a thread's steps are finished, and return True; False after ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
         with self._state:
-            while work.unfinished and work.is_alive and (remaining := deadline - time.monotonic()) > 0:
-                self._state.wait(min(remaining, _POLL_SECONDS))
-        if not work.is_alive:
-            self._abandon(work, "the recorder's thread has ended")
-        return not work.unfinished
-
-    def _abandon(self, work: _Work, reason: str) -> None:
-        """Count a thread's unfinished steps as lost; what it still finishes is counted as written."""
-        with self._state:
-            count, work.unfinished, work.is_abandoned = work.unfinished, 0, True
-            work.queue.clear()
-            if count:
-                self.lost += count
-                self.losses["not finished"] += count
-        if count:
-            self._warn("records: %d steps lost on the way to %s: %s", count, self.directory, reason)
+            return self._state.wait_for(lambda: not work.unfinished, timeout)
 
     def _write_queued_steps(self, work: _Work) -> None:
         while True:
             with self._state:
-                while not work.queue and not work.is_closed:
-                    self._state.wait()
+                self._state.wait_for(lambda: work.queue or work.is_closed)
                 if not work.queue:
                     return
                 step, write = work.queue.popleft()
@@ -287,22 +255,6 @@ class Recorder:
                 self.written += not cause
                 self._state.notify_all()
             self._log_loss(step, losses, message)
-
-    def _write(self, step: int, rows: StepRows, masks: Sequence[str], facts: Mapping[str, Any] | None) -> None:
-        with open_folder(self.directory) as folder:
-            self._count_removed(self._folder.enter(folder, self._origin))
-            stored = _store_step(folder, step, rows, self._origin, masks, facts, self._folder.replaceable)
-            self._folder.add(stored)
-
-    def _count_removed(self, count: int) -> None:
-        """Count steps whose files are gone with their folder as lost."""
-        if not count:
-            return
-        with self._state:
-            self.written -= count
-            self.lost += count
-            self.losses["folder removed"] += count
-        self._warn("records: %d steps lost: %s was removed, moved or replaced", count, self.directory)
 
     def _count_loss(self, cause: str) -> int:
         """Count a lost step, with the lock held; return how many were lost by its cause."""

@@ -6,12 +6,13 @@ import sys
 
 import pytest
 
-from nemo_geomask.cli import create_parser, installed_commands, main
+from nemo_geomask import cli
+from nemo_geomask.cli import create_parser, main
 from nemo_geomask.cli.arguments import all_commands
 from nemo_geomask.cli.help_format import HelpFormatter, with_exit_status
 
-COMMANDS = [command.name for command in installed_commands()]
-MODULES = {command.name: importlib.import_module(command.module) for command in installed_commands()}
+MODULES = {command.name: importlib.import_module(command.module) for command in cli.COMMANDS}
+COMMANDS = list(MODULES)
 
 
 def help_of(command, capsys):
@@ -86,7 +87,7 @@ def test_a_completion_script_knows_every_command_and_option(shell, capsys):
     pytest.importorskip("shtab", reason="the extra completion is not installed")
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    parsers = all_commands(create_parser(COMMANDS))
+    parsers = all_commands(create_parser())
     for name, parser in parsers.items():
         assert name in script
         for action in parser._actions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nemo_geomask.records.writer import StepRows
+from nemo_geomask.records.step_table import StepRows
 
 __all__ = ["step_rows"]
 

@@ -1,6 +1,5 @@
 """Hidden states in the place of logits: real megatron-core models over gloo, run as NeMo-RL's workers run them."""
 
-import functools
 import types
 import warnings
 
@@ -63,11 +62,10 @@ def _prepared():
     from nemo_geomask.hosts.nemo_rl import hidden_megatron, patch
 
     train = _train()
-    forward = functools.partial(hidden_megatron.wrap_forward, train)
     call = hidden_megatron.wrap_logprobs_post_processor
     patch.apply_all(
         [
-            patch.attribute(train, "forward_with_post_processing_fn", forward),
+            patch.attribute(train, "forward_with_post_processing_fn", hidden_megatron.wrap_forward),
             patch.attribute(train, "model_forward", hidden_megatron.wrap_model_forward),
             patch.attribute(train.LogprobsPostProcessor, "__call__", call),
         ]
@@ -289,7 +287,7 @@ def test_padded_rows_equal_those_of_logits(padded):
     _check(*padded[0])
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_packed_rows_equal_those_of_logits(world, padded):
     data, *_ = models.rows()
     lengths = models.packing(data).cu_seqlens_q.diff().tolist()

@@ -1,10 +1,6 @@
 """Other libraries' kernels behind our arguments: the same log-probs and gradients, at tensor-parallel size 1 and 2."""
 
-import importlib
-import os
 import sys
-import types
-import warnings
 
 import numpy as np
 import pytest
@@ -18,28 +14,7 @@ from tests.helpers.logprobs import IGNORE, case, loops
 TEMPERATURE, VALID = 0.7, 35
 
 
-def _expose_transformer_engine():
-    """Its cross entropy is Python and Triton; what imports it on the way there loads a CUDA library."""
-    if not importlib.util.find_spec("transformer_engine") or "transformer_engine.pytorch" in sys.modules:
-        return
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import transformer_engine
-    folder = f"{transformer_engine.__path__[0]}/pytorch"
-    for name, path in (("pytorch", folder), ("pytorch.triton", f"{folder}/triton"), ("pytorch.jit", None)):
-        module = types.ModuleType(f"transformer_engine.{name}")
-        if path is not None:
-            module.__path__ = [path]
-        sys.modules[module.__name__] = module
-    sys.modules["transformer_engine.pytorch.jit"].no_torch_dynamo = lambda *_, **__: lambda function: function
-    # It asks for CUDA tensors, which its kernels in the interpreter do not need.
-    importlib.import_module("transformer_engine.pytorch.cross_entropy")._validate_inputs = lambda *_: None
-
-
 def _importable(name):
-    if name == "te" and not torch.cuda.is_available():
-        _expose_transformer_engine()
     try:
         logprob_backend(name)
     except MissingDependencyError:

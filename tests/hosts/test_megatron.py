@@ -124,7 +124,7 @@ def _trained(world):
     return run_ranks(world, _train)
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_parameter_gradients_equal_the_unsharded_models(world, reference):
     for _, metrics, gradients in reference.values():
         assert any(np.abs(grad).max() > 1e-4 for grad in gradients.values())
@@ -140,7 +140,7 @@ def test_parameter_gradients_equal_the_unsharded_models(world, reference):
                 np.testing.assert_allclose(gradients[name], grad, rtol=1e-3, atol=2e-6, err_msg=f"{layout} {name}")
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_sequence_parallel_shares_equal_the_whole_row(world):
     from nemo_geomask.hosts.megatron import pack_batch
     from nemo_geomask.parallel import vocab_parallel_logprobs
@@ -161,41 +161,6 @@ def test_sequence_parallel_shares_equal_the_whole_row(world):
         np.testing.assert_allclose(grad, logits.grad[:, index], rtol=1e-4, atol=1e-8)
         seen += index.tolist()
     assert sorted(seen) == list(range(logits.shape[1]))
-
-
-def _against_megatron(rank, world):
-    warnings.simplefilter("ignore")
-    from tests.helpers import megatron_on_cpu
-
-    megatron_on_cpu.install()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-
-    from nemo_geomask.parallel import vocab_parallel_logprobs
-
-    parallel_state.initialize_model_parallel(world)
-    group = parallel_state.get_tensor_model_parallel_group()
-    draw = torch.Generator().manual_seed(0)
-    logits, targets = torch.randn(64, 8192, generator=draw) * 3, torch.randint(0, 8192, (64,), generator=draw)
-    width = 8192 // world
-    shard = logits[:, rank * width : (rank + 1) * width]
-    found = []
-    for compute in (
-        lambda x: vocab_parallel_logprobs(x, targets, group=group),
-        lambda x: -vocab_parallel_cross_entropy(x.unsqueeze(1), targets.unsqueeze(1)).squeeze(1),
-    ):
-        leaf = shard.clone().requires_grad_()
-        logprobs = compute(leaf)
-        logprobs.square().sum().backward()
-        found.append((logprobs.detach().numpy(), leaf.grad.numpy()))
-    return found
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_logprobs_are_megatrons_cross_entropy_negated(world):
-    for ours, theirs in run_ranks(world, _against_megatron):
-        np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-4, atol=1e-5)
 
 
 def test_batch_that_lacks_or_misshapes_a_tensor_is_refused():

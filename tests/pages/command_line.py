@@ -6,7 +6,7 @@ import argparse
 import importlib
 from collections.abc import Iterator
 
-from nemo_geomask.cli import create_parser, installed_commands
+from nemo_geomask.cli import COMMANDS, create_parser
 from nemo_geomask.cli.arguments import all_commands
 from nemo_geomask.cli.help_format import COMMON_EXIT_STATUS
 from nemo_geomask.tools.shared.markdown import markdown_table
@@ -14,11 +14,10 @@ from nemo_geomask.tools.shared.markdown import markdown_table
 
 def command_sections() -> str:
     """Return the table of exit statuses and a Markdown section for each command."""
-    commands = installed_commands()
-    parsers = all_commands(create_parser([command.name for command in commands]))
+    parsers = all_commands(create_parser())
     rows = []
     sections = []
-    for command in commands:
+    for command in COMMANDS:
         exit_status = importlib.import_module(command.module).EXIT_STATUS
         rows += [(f"`{command.name}`", str(status), meaning) for status, meaning in exit_status.items()]
         parser = parsers[command.name]

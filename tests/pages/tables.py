@@ -13,7 +13,7 @@ from nemo_geomask.config.objectives import LOSSES
 from nemo_geomask.config.plugins import PluginGroup
 from nemo_geomask.config.resolved_loss import resolve_loss
 from nemo_geomask.config.strict import as_yaml
-from nemo_geomask.hosts.nemo_rl.host_patches import HOST_PATCHES
+from nemo_geomask.hosts.nemo_rl.host_patches import PATCH_GROUPS
 from nemo_geomask.records import COLUMNS
 from nemo_geomask.tools.check.all_rules import RULES
 from nemo_geomask.tools.check.objective_text import surrogate_parts
@@ -96,17 +96,12 @@ def record_setting_table() -> str:
 
 
 def host_patch_table() -> str:
-    """Return the table of the attributes of NeMo-RL that are replaced: when, where, why, and what would remove it."""
-    return markdown_table(
-        ("attribute of `nemo_rl`", "replaced", "while", "because it", "versions", "a change that would remove it"),
-        (
-            (
-                *(f"`{str(row).removeprefix('nemo_rl.')}`", f"in the {row.process}", row.condition, row.reason),
-                *(row.versions, row.upstream_change),
-            )
-            for row in HOST_PATCHES
-        ),
-    )
+    """Return the table of the attributes of NeMo-RL that are replaced: when, which, why, and what would remove it."""
+    rows = []
+    for condition, group in PATCH_GROUPS.items():
+        names = [f"`{module.removeprefix('nemo_rl.')}.{path}`" for module, path, _ in group.attributes]
+        rows.append((f"*{condition}*", ", ".join(names), group.reason, group.upstream_change))
+    return markdown_table(("while", "attributes of `nemo_rl`", "NeMo-RL", "a change that would remove it"), rows)
 
 
 def switch_table() -> str:

@@ -15,7 +15,8 @@ import pyarrow.parquet as parquet
 
 from nemo_geomask.records import COLUMNS, VERSION, arrow_schema, file_name, step_files, writer
 from nemo_geomask.records.record_schema import is_recordable_text
-from nemo_geomask.records.writer import Recorder, StepRows, write_step
+from nemo_geomask.records.step_table import StepRows
+from nemo_geomask.records.writer import Recorder, write_step
 
 LENGTHS = torch.tensor([5, 3, 7, 0])
 
@@ -198,33 +199,18 @@ def test_a_full_disk_costs_steps_and_leaves_nothing_half_written(tmp_path, caplo
         return write(descriptor, data)
 
     monkeypatch.setattr(os, "write", full)
-    recorder = Recorder(tmp_path)
+    recorder = Recorder(tmp_path, waiting=100)
     with caplog.at_level(logging.WARNING, "nemo_geomask"):
-        assert recorder.record(7, rows)
+        for step in range(1, 9):
+            assert recorder.record(step, rows)
+        recorder.record(9, lambda: StepRows(LENGTHS, {"gen": torch.zeros(2, 7)}))
         recorder.close()
-    assert (recorder.written, recorder.lost) == (0, 1)
-    assert recorder.losses == {"ENOSPC": 1}
-    assert "step 7 lost (1 so far)" in caplog.text
-    assert "No space left" in caplog.text
+    assert (recorder.written, recorder.lost) == (0, 9)
+    assert recorder.losses == {"ENOSPC": 8, "RuntimeError": 1}
+    messages = [record.message for record in caplog.records]
+    assert sum("No space left" in message for message in messages) == 4  # at 1, 2, 4 and 8 of this cause
+    assert sum("RuntimeError" in message for message in messages) == 1
     assert [path.name for path in tmp_path.iterdir()] == [".recorder.lock"]
-
-
-def test_what_goes_wrong_while_rows_are_made_costs_the_step(tmp_path, caplog):
-    recorder = Recorder(tmp_path)
-    with caplog.at_level(logging.WARNING, "nemo_geomask"):
-        recorder.record(1, lambda: StepRows(LENGTHS, {"gen": torch.zeros(2, 7)}))
-        recorder.record(2, rows)
-        recorder.close()
-    assert (recorder.written, recorder.lost) == (1, 1)
-    assert list(step_files(tmp_path)) == [2]
-
-
-def test_a_folder_that_can_not_be_made_costs_steps(tmp_path):
-    (tmp_path / "file").touch()
-    recorder = Recorder(tmp_path / "file" / "run")
-    recorder.record(1, rows)
-    recorder.close()
-    assert recorder.lost == 1
 
 
 def test_what_waits_behind_a_stuck_disk_is_counted_at_the_end(tmp_path, caplog):

@@ -11,7 +11,8 @@ import pyarrow.parquet as parquet
 import torch
 
 from nemo_geomask.records import step_files
-from nemo_geomask.records.writer import Recorder, StepRows
+from nemo_geomask.records.step_table import StepRows
+from nemo_geomask.records.writer import Recorder
 from tests.soak.outcome import Outcome, resident_mib
 
 

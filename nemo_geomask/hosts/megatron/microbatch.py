@@ -18,8 +18,6 @@ from nemo_geomask.segments import PackedSegments
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-__all__ = ["pack_batch", "packed_segments", "policy_loss"]
-
 
 def _parallel_state() -> Any:
     try:

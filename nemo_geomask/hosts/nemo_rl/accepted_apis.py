@@ -11,20 +11,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nemo_geomask.errors import ConfigError
-from nemo_geomask.hosts.nemo_rl.host_errors import HostAPIError
-
-__all__ = [
-    "VARIABLE",
-    "APIDifference",
-    "accept",
-    "accepted",
-    "as_variables",
-    "check_accepted",
-    "not_accepted",
-    "warn_of_accepted",
-    "way_out",
-]
+from nemo_geomask.errors import ConfigError, HostAPIError
 
 VARIABLE = "NEMO_GEOMASK_ACCEPT"
 """Environment variable with the dotted names of the accepted APIs, separated by commas."""

@@ -24,18 +24,6 @@ from nemo_geomask.records.flight import COLUMN_BATCH_KEYS, CURR_KNOWN_KEY
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = [
-    "ENTROPY",
-    "KeepingLoss",
-    "KeptSequence",
-    "add_fingerprints",
-    "collect_from_workers",
-    "fingerprints",
-    "keep_logprobs",
-    "merge_kept",
-    "take_kept",
-]
-
 _log = logging.getLogger("nemo_geomask")
 FINGERPRINTS = "geomask_fingerprints"
 """Key of the rows' fingerprints [B] int64 in a microbatch."""

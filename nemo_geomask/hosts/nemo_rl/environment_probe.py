@@ -15,8 +15,6 @@ import re
 import sys
 from pathlib import Path
 
-__all__ = ["MARK", "probe", "probe_actor"]
-
 MARK = "nemo-geomask-probe:"
 
 

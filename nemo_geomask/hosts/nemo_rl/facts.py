@@ -19,44 +19,6 @@ from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import Problem
 from nemo_geomask.recipe.input_limits import parse_python, read_source
 
-__all__ = [
-    "DATA_PLANE_POLICY",
-    "FIELDS_READ_BY_TRAINERS",
-    "FUSED_LOGPROBS",
-    "FUSED_LOGPROBS_UNTIL_V0_7_0",
-    "LOSS_CLASS",
-    "LOSS_CONFIG",
-    "LOSS_FIELDS",
-    "LOSS_MODULE",
-    "NO_ENTROPY",
-    "POLICY",
-    "REPLAY_BUFFERS",
-    "SETTING_READERS",
-    "SETUPS",
-    "TESTED_VERSIONS",
-    "NeutralValues",
-    "build_loss_config",
-    "calls_dynamic_sampling_in_ppo",
-    "describe_filter",
-    "has_kl_score_function",
-    "lacks_entropy",
-    "loads_moe_in_bfloat16",
-    "loss_fields",
-    "merges_expert_adapters",
-    "missing_prev",
-    "neutral_values",
-    "neutral_values_in_source",
-    "policy_worker_class",
-    "prev_readers",
-    "reads_setting",
-    "replace_loss_config",
-    "resets_reference_on_resume",
-    "single_controller_lacks",
-    "skips_unread_logprobs",
-    "splits_replicated_experts",
-    "trains_on_chunks",
-]
-
 TESTED_VERSIONS = "v0.6.0, v0.7.0 and main of August 2026"
 LOSS_MODULE = "nemo_rl.algorithms.loss.loss_functions"
 LOSS_CLASS = "ClippedPGLossFn"

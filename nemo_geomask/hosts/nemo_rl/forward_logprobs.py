@@ -21,8 +21,6 @@ from nemo_geomask.hosts.nemo_rl.hidden_states import HiddenStates
 from nemo_geomask.losses.packing import IGNORE
 from nemo_geomask.parallel import vocab_parallel_logprobs
 
-__all__ = ["forward_logprobs", "subclass_shard_logprobs", "wrap_full_vocabulary_logprobs"]
-
 _SHARD_PARAMETERS = {name for uses in host_api.FORWARD_LOGPROBS for name in uses.methods.get("forward", ())}
 
 

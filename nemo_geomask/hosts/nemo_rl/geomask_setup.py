@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import nemo_geomask
-from nemo_geomask.errors import ConfigError, Problem
+from nemo_geomask.errors import ConfigError, HostAPIError, Problem
 from nemo_geomask.hosts.nemo_rl import host_api, loss_block, patch, worker_setup
 from nemo_geomask.hosts.nemo_rl.facts import (
     FIELDS_READ_BY_TRAINERS,
@@ -33,40 +33,20 @@ from nemo_geomask.hosts.nemo_rl.facts import (
     prev_readers,
     replace_loss_config,
 )
-from nemo_geomask.hosts.nemo_rl.host_errors import HostAPIError
 from nemo_geomask.hosts.nemo_rl.host_patches import make_patches
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
+from nemo_geomask.hosts.nemo_rl.loop_values import RewardLogger
 from nemo_geomask.hosts.nemo_rl.policies import convert_policy, geomask_class
-from nemo_geomask.hosts.nemo_rl.step_recorder import RewardLogger, check_recording
+from nemo_geomask.hosts.nemo_rl.step_recorder import check_recording
 from nemo_geomask.losses import PolicyLoss, available, build_loss
-
-__all__ = [
-    "LossChoices",
-    "build_nemo_rl_loss",
-    "is_wrapped",
-    "logged_messages",
-    "loss_choices",
-    "prepare_policy",
-    "with_geomask",
-]
 
 _log = logging.getLogger("nemo_geomask")
 _IS_WRAPPED = "_nemo_geomask_is_wrapped"
 
 
-@dataclasses.dataclass
-class LossChoices:
-    """Number of times that a recipe has chosen the loss in this process.
-
-    Attributes:
-        count: calls of :func:`build_nemo_rl_loss` that have returned, by a wrapped ``setup`` or by a script itself.
-    """
-
-    count: int = 0
-
-
-loss_choices = LossChoices()
+loss_choices: list[str | None] = []
+"""Name of each loss that a recipe has chosen in this process, by a wrapped ``setup`` or a script; None: NeMo-RL's."""
 logged_messages: set[str] = set()
 """Messages that were logged in this process and are not logged again."""
 
@@ -137,7 +117,7 @@ def build_nemo_rl_loss(master_config: Any) -> PolicyLoss | LogitLoss | None:
     fields = neutral_values(getattr(module, LOSS_CONFIG, None))
     if not loss_block.selects_loss(settings, fields):
         _log_once("loss_fn.name is not set: NeMo-RL's own %s", LOSS_CLASS)
-        loss_choices.count += 1
+        loss_choices.append(None)
         return None
     read_settings = loss_block.without_unread_fields(settings, fields)
     if unread := {key: value for key, value in settings.items() if key not in read_settings}:
@@ -169,7 +149,7 @@ def build_nemo_rl_loss(master_config: Any) -> PolicyLoss | LogitLoss | None:
         describe_version(),
         config.model_dump(mode="json", exclude_defaults=True, exclude={"name"}),
     )
-    loss_choices.count += 1
+    loss_choices.append(config.name)
     return loss
 
 
@@ -198,7 +178,7 @@ def prepare_policy(policy: Any, loss: PolicyLoss | LogitLoss | None, *, checkpoi
     has_packed_rows = bool((policy.cfg.get("sequence_packing") or {}).get("enabled"))
     worker_setup.prepare_workers(policy, loss, has_packed_rows=has_packed_rows)
     if loss.config.record is not None:
-        patch.apply_all(list(make_patches(["asynchronous record"], process="driver")))
+        patch.apply_all(list(make_patches(["asynchronous record"])))
     return convert_policy(policy, loss.config, checkpoint=checkpoint)
 
 

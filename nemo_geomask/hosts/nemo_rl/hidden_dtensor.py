@@ -28,6 +28,7 @@ from nemo_geomask.hosts.nemo_rl.facts import describe_filter
 from nemo_geomask.hosts.nemo_rl.hidden_states import (
     HiddenStates,
     OutputLayer,
+    computes_logprobs,
     hidden_states_requested,
     refuse_altered,
     refuse_if,
@@ -35,8 +36,6 @@ from nemo_geomask.hosts.nemo_rl.hidden_states import (
     takes_hidden_states,
     wrap_post_processing,
 )
-
-__all__ = ["logits_as_shard_patch", "model_patches", "wrap_forward", "wrap_shard_logprobs"]
 
 
 def model_patches(model: torch.nn.Module, *, is_requested_by_worker: bool) -> list[patch.Patch]:
@@ -57,14 +56,9 @@ def model_patches(model: torch.nn.Module, *, is_requested_by_worker: bool) -> li
     return patches
 
 
-def wrap_forward(train: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``forward_with_post_processing_fn`` of DTensor v2 workers to request hidden states.
-
-    Args:
-        train: NeMo-RL's module ``models.automodel.train``.
-        original: its function.
-    """
-    return wrap_post_processing(functools.partial(_needs_hidden_states, train), original)
+def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``forward_with_post_processing_fn`` of DTensor v2 workers to request hidden states."""
+    return wrap_post_processing(_needs_hidden_states, original)
 
 
 def logits_as_shard_patch(model: torch.nn.Module, mesh: DeviceMesh) -> patch.Patch:
@@ -191,14 +185,14 @@ def _is_equal(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a.float(), b.float(), rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def _needs_hidden_states(train: Any, arguments: Mapping[str, Any]) -> bool:
+def _needs_hidden_states(arguments: Mapping[str, Any]) -> bool:
     post_processor = arguments["post_processing_fn"]
     is_training = takes_hidden_states(getattr(post_processor, "loss_fn", None))
     refuse_if(is_training and post_processor.cp_size > 1, "context parallelism of DTensor workers")
     if is_training:
         return True
-    computes_logprobs = isinstance(post_processor, train.LogprobsPostProcessor) and post_processor.cp_size == 1
-    return computes_logprobs and not describe_filter(post_processor.sampling_params)
+    is_scoring = computes_logprobs(post_processor) and post_processor.cp_size == 1
+    return is_scoring and not describe_filter(post_processor.sampling_params)
 
 
 def wrap_shard_logprobs(original: Callable[..., Any]) -> Callable[..., Any]:

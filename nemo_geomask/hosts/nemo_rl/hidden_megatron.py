@@ -4,7 +4,7 @@ During a forward pass, the output layer's ``forward`` is replaced by one that re
 called, because hooks depend on the call: under ``overlap_param_gather`` they gather the layer's parameters. The model
 then returns hidden states [B, S, H] in place of logits, marked with their output layer, see
 :mod:`nemo_geomask.hosts.nemo_rl.hidden_states`. In a worker process that
-:func:`nemo_geomask.hosts.nemo_rl.worker_hooks.prepare` has patched, the forward passes for ``prev_logprobs`` and the
+:func:`nemo_geomask.hosts.nemo_rl.prepare_worker` has patched, the forward passes for ``prev_logprobs`` and the
 reference policy do the same.
 """
 
@@ -24,6 +24,7 @@ from nemo_geomask.hosts.nemo_rl.facts import describe_filter
 from nemo_geomask.hosts.nemo_rl.hidden_states import (
     HiddenStates,
     OutputLayer,
+    computes_logprobs,
     hidden_states_requested,
     refuse_altered,
     refuse_if,
@@ -34,25 +35,18 @@ from nemo_geomask.hosts.nemo_rl.hidden_states import (
 from nemo_geomask.losses.packing import IGNORE
 from nemo_geomask.segments import PackedSegments
 
-__all__ = ["wrap_forward", "wrap_logprobs_post_processor", "wrap_model_forward"]
+
+def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``forward_with_post_processing_fn`` of Megatron workers to request hidden states."""
+    return wrap_post_processing(_needs_hidden_states, original)
 
 
-def wrap_forward(train: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``forward_with_post_processing_fn`` to request hidden states.
-
-    Args:
-        train: NeMo-RL's module ``models.megatron.train``.
-        original: its function.
-    """
-    return wrap_post_processing(functools.partial(_needs_hidden_states, train), original)
-
-
-def _needs_hidden_states(train: Any, arguments: Mapping[str, Any]) -> bool:
+def _needs_hidden_states(arguments: Mapping[str, Any]) -> bool:
     post_processor = arguments["post_processing_fn"]
     is_training = takes_hidden_states(getattr(post_processor, "loss_fn", None))
     has_draft_model = arguments.get("draft_model") is not None
     refuse_if(is_training and has_draft_model, "a draft model, which learns from the logits")
-    return is_training or isinstance(post_processor, train.LogprobsPostProcessor)
+    return is_training or computes_logprobs(post_processor)
 
 
 def wrap_model_forward(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,21 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from nemo_geomask.errors import ConfigError, Problem
-from nemo_geomask.hosts.nemo_rl.host_errors import WorkerError
+from nemo_geomask.errors import ConfigError, Problem, WorkerError
 from nemo_geomask.losses.packing import IGNORE
 from nemo_geomask.parallel import linear_logprobs
-
-__all__ = [
-    "HiddenStates",
-    "OutputLayer",
-    "hidden_states_requested",
-    "refuse_altered",
-    "refuse_if",
-    "replaced_forward",
-    "takes_hidden_states",
-    "wrap_post_processing",
-]
 
 _KEY = "loss_fn.logprob_backend"
 _SETTING = "logprob_backend: geomask_linear"
@@ -165,6 +153,11 @@ class HiddenStates:
 def takes_hidden_states(loss: Any) -> bool:
     """Return True if a loss takes hidden states in place of logits."""
     return getattr(loss, "takes_hidden", False)
+
+
+def computes_logprobs(post_processor: Any) -> bool:
+    """Return True if a post-processor is the ``LogprobsPostProcessor`` of Megatron or of DTensor v2 workers."""
+    return any(cls.__name__ == "LogprobsPostProcessor" for cls in type(post_processor).__mro__)
 
 
 @contextlib.contextmanager

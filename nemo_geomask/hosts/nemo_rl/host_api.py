@@ -10,10 +10,11 @@ generated, exists only in later commits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from nemo_geomask import data_keys
+from nemo_geomask.errors import HostAPIError
 from nemo_geomask.hosts.nemo_rl.accepted_apis import accepted, check_accepted, not_accepted, warn_of_accepted, way_out
 from nemo_geomask.hosts.nemo_rl.facts import (
     DATA_PLANE_POLICY,
@@ -23,31 +24,8 @@ from nemo_geomask.hosts.nemo_rl.facts import (
     SETUPS,
     TESTED_VERSIONS,
 )
-from nemo_geomask.hosts.nemo_rl.host_errors import HostAPIError
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version, package_folder
-from nemo_geomask.hosts.nemo_rl.source_layout import DataKeys, compare_data_keys, compare_workers
-from nemo_geomask.hosts.nemo_rl.source_signature import APIState, Signature, Uses, compare
-
-__all__ = [
-    "AUTOMODEL_TRAIN",
-    "DATA_KEYS",
-    "DTENSOR_WORKERS",
-    "EVERY_RUN",
-    "FORWARD_LOGPROBS",
-    "HIDDEN_STATES",
-    "LOSS_WRAPPERS",
-    "MEGATRON_TRAIN",
-    "MODEL_UTILS",
-    "PACKED_ROWS",
-    "POLICY_WORKERS",
-    "PRESTEP",
-    "PREV_LOGPROBS",
-    "WORKER_GROUPS",
-    "WORKER_REGISTRIES",
-    "compare_all",
-    "compare_layout",
-    "require_every_run",
-]
+from nemo_geomask.hosts.nemo_rl.source_signature import APIState, Uses, compare
 
 WORKER_GROUPS = "nemo_rl.distributed.worker_groups"
 LOSS_WRAPPERS = "nemo_rl.algorithms.loss.wrapper"
@@ -55,18 +33,26 @@ MEGATRON_TRAIN = "nemo_rl.models.megatron.train"
 AUTOMODEL_TRAIN = "nemo_rl.models.automodel.train"
 MODEL_UTILS = "nemo_rl.distributed.model_utils"
 
-_SETUP = "every run, which replaces the loss that it returns"
-EVERY_RUN: tuple[Signature | Uses, ...] = (
-    Signature(
+_EVERY_RUN = "every run"
+EVERY_RUN = (
+    Uses(
         LOSS_MODULE,
-        f"{LOSS_CLASS}.__call__",
-        (("self", "next_token_logprobs", "data", "global_valid_seqs", "global_valid_toks"),),
+        LOSS_CLASS,
+        {"__call__": ("self", "next_token_logprobs", "data", "global_valid_seqs", "global_valid_toks")},
+        f"{_EVERY_RUN}, which calls our losses in its place",
+        is_replaced=True,
     ),
     *(
-        Uses(module, "", {name: ("master_config",)}, _SETUP, optional=module != "nemo_rl.algorithms.grpo")
+        Uses(
+            module,
+            "",
+            {name: ("master_config",)},
+            f"{_EVERY_RUN}, which replaces the loss that it returns",
+            optional=module != "nemo_rl.algorithms.grpo",
+        )
         for module, name in SETUPS
     ),
-    Signature(WORKER_GROUPS, "RayWorkerGroup.workers", (("self",),)),
+    Uses(WORKER_GROUPS, "RayWorkerGroup", {"workers": ()}, _EVERY_RUN),
 )
 """APIs that every run relies on: how the loss is called, where it is built, and how workers are reached."""
 
@@ -160,12 +146,38 @@ POLICY_WORKERS = {
 }
 """Classes of the workers that receive the loss; True for those that v0.6.0 does not have."""
 
+
+def receives_loss(worker_class: str) -> bool:
+    """Return True if workers of a class, by its dotted name, may be sent the loss.
+
+    NeMo-RL's generation, value and environment workers are not; workers of other packages may be.
+    """
+    return ".policy." in worker_class or not worker_class.startswith("nemo_rl.")
+
+
 WORKER_REGISTRIES = (
     "nemo_rl.models.policy.utils",
     "nemo_rl.distributed.ray_actor_environment_registry",
     "nemo_rl.modelopt.registry",
 )
 """Modules that contain the dotted names of worker classes, in addition to the module of ``Policy``."""
+
+
+class DataKeys(NamedTuple):
+    """Keys of a batch that a module of NeMo-RL writes or reads, as string literals.
+
+    Attributes:
+        module: dotted name.
+        keys: the keys.
+        owner: class of the module that has them; empty for the complete module.
+        optional: True if some tested versions do not have the module.
+    """
+
+    module: str
+    keys: tuple[str, ...]
+    owner: str = ""
+    optional: bool = False
+
 
 _LOSS_KEYS = (
     *(data_keys.PREV_LOGPROBS, data_keys.GENERATION_LOGPROBS, data_keys.REFERENCE_POLICY_LOGPROBS),
@@ -192,21 +204,6 @@ def compare_all(package: Path) -> list[APIState]:
     """Compare the APIs of all groups in this module with NeMo-RL's source in the package folder ``package``."""
     apis = (*EVERY_RUN, *PRESTEP, *PREV_LOGPROBS, *PACKED_ROWS, *FORWARD_LOGPROBS, *HIDDEN_STATES)
     return [compare(api, package) for api in apis]
-
-
-def compare_layout(package: Path, receives_loss: Callable[[str], bool]) -> list[APIState]:
-    """Compare NeMo-RL's worker classes and the keys of a batch with the source in the package folder ``package``.
-
-    Args:
-        package: the folder.
-        receives_loss: tells whether workers of a class, by its dotted name, are checked and prepared for the loss.
-    """
-    return [
-        *compare_workers(
-            POLICY_WORKERS, package, policy=POLICY[0], registries=WORKER_REGISTRIES, receives_loss=receives_loss
-        ),
-        *compare_data_keys(DATA_KEYS, package),
-    ]
 
 
 def require_every_run() -> None:

@@ -7,25 +7,21 @@ import importlib
 import inspect
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import nemo_geomask
 from nemo_geomask.config import LossConfig
 from nemo_geomask.config.strict import inline_yaml
 from nemo_geomask.errors import GeomaskError, MissingDependencyError, Problem
-from nemo_geomask.hosts.nemo_rl import environment_probe, host_api, worker_setup
+from nemo_geomask.hosts.nemo_rl import environment_probe, host_api, source_layout, worker_setup
 from nemo_geomask.hosts.nemo_rl.accepted_apis import way_out
 from nemo_geomask.hosts.nemo_rl.facts import TESTED_VERSIONS, neutral_values_in_source
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version, package_folder
 from nemo_geomask.losses import available
-
-__all__ = ["RAY_TIMEOUT", "InstallationReport", "check_python", "examine_installation"]
 
 _PROBE_TIMEOUT = 300.0  # seconds
 RAY_TIMEOUT = 20.0
@@ -157,7 +153,7 @@ def _add_losses(report: InstallationReport) -> None:
 def _add_api_states(report: InstallationReport) -> None:
     try:
         package = package_folder()
-        states = [*host_api.compare_all(package), *host_api.compare_layout(package, worker_setup.receives_loss)]
+        states = [*host_api.compare_all(package), *source_layout.compare_layout(package)]
         version = describe_version()
     except (MissingDependencyError, ImportError) as error:
         report.start_section("NeMo-RL")
@@ -180,7 +176,7 @@ def _nemo_rl_workers(report: InstallationReport) -> Iterator[tuple[str, str | No
     """Yield a title and the interpreter of each worker class that receives a loss; None if it is not built yet."""
     try:
         registry = importlib.import_module("nemo_rl.distributed.ray_actor_environment_registry")
-        venvs = importlib.import_module("nemo_rl.utils.venvs")
+        importlib.import_module("nemo_rl.utils.venvs")
     except ImportError as error:
         message = f"NeMo-RL's list of them can't be imported: {error}"
         report.lines.append(f"  {message}")
@@ -188,19 +184,10 @@ def _nemo_rl_workers(report: InstallationReport) -> Iterator[tuple[str, str | No
         if (error.name or "").startswith("nemo_rl."):
             report.add_problem("workers that receive the loss", message)
         return
-    folder = Path(os.environ.get("NEMO_RL_VENV_DIR", venvs.DEFAULT_VENV_DIR))
-    for worker_class, command in registry.ACTOR_ENVIRONMENT_REGISTRY.items():
-        if not worker_setup.receives_loss(worker_class):
-            continue
-        # Like NeMo-RL: a command that starts with uv stands for an environment with the name of the worker class.
-        if not command.startswith("uv"):
-            yield worker_class, shlex.split(command)[0] if command != sys.executable else command
-            continue
-        python = folder / worker_class / "bin" / "python"
-        if python.exists():
-            yield worker_class, str(python)
-        else:
-            yield f"{worker_class}: not built yet; NeMo-RL will, from its own project's dependencies, in {folder}", None
+    for worker_class in filter(host_api.receives_loss, registry.ACTOR_ENVIRONMENT_REGISTRY):
+        python = worker_setup.worker_interpreter(worker_class)
+        note = "" if python else ": not built yet; NeMo-RL will, from its own project's dependencies"
+        yield f"{worker_class}{note}", python
 
 
 def _probe_by_subprocess(python: str) -> list[dict[str, Any]]:

@@ -17,8 +17,6 @@ from types import ModuleType
 from nemo_geomask.errors import InputLimitError, MissingDependencyError
 from nemo_geomask.recipe.input_limits import read_text
 
-__all__ = ["commit_of", "describe_version", "import_nemo_rl", "package_folder"]
-
 _CONTAINER_COMMIT = "NEMO_RL_COMMIT"  # environment variable of NeMo-RL's container
 
 

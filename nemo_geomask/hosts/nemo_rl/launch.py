@@ -13,18 +13,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import nemo_geomask
-from nemo_geomask.errors import ConfigError, GeomaskError
+from nemo_geomask.errors import ConfigError, GeomaskError, HostAPIError
 from nemo_geomask.hosts.nemo_rl import accepted_apis, host_api, patch
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_CONFIG, LOSS_MODULE, SETUPS, neutral_values, prev_readers
 from nemo_geomask.hosts.nemo_rl.geomask_setup import is_wrapped, loss_choices, with_geomask
-from nemo_geomask.hosts.nemo_rl.host_errors import HostAPIError
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version, import_nemo_rl
 from nemo_geomask.hosts.nemo_rl.loss_block import without_unread_fields
 from nemo_geomask.hosts.nemo_rl.script_source import read_script
 from nemo_geomask.losses import build_loss
 from nemo_geomask.recipe import ROOT_VARIABLE, load_recipe, nemo_rl_root
-
-__all__ = ["install", "installed", "launch", "run_script", "uninstall"]
 
 _log = logging.getLogger("nemo_geomask")
 
@@ -85,7 +82,7 @@ def run_script(script: str) -> None:
         )
     module = types.ModuleType("__main__")
     module.__file__ = script
-    choices_before = loss_choices.count
+    choices_before = len(loss_choices)
     previous = sys.modules["__main__"]
     sys.modules["__main__"] = module  # as under python script: Ray pickles what a script defines by value
     sys.path.insert(0, str(Path(script).resolve().parent))
@@ -95,12 +92,12 @@ def run_script(script: str) -> None:
             _wrap_setups(vars(module))
     except SystemExit as end:
         is_success = not end.code and not {"-h", "--help"} & set(sys.argv)
-        if is_success and loss_choices.count == choices_before:
+        if is_success and len(loss_choices) == choices_before:
             _refuse_unchosen(script)
         raise
     finally:
         sys.modules["__main__"] = previous
-    if loss_choices.count == choices_before:
+    if len(loss_choices) == choices_before:
         _refuse_unchosen(script)
 
 

@@ -27,8 +27,6 @@ from nemo_geomask.losses.packing import IGNORE, check_rows, pack_rows
 from nemo_geomask.metrics import Metrics
 from nemo_geomask.segments import PackedSegments
 
-__all__ = ["LogitLoss"]
-
 Group = dist.ProcessGroup | None
 Logits = Tensor | HiddenStates
 Counts = tuple[Tensor | float, Tensor | float]  # valid sequences and tokens of the optimiser step

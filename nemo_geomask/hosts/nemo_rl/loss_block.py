@@ -13,8 +13,6 @@ from nemo_geomask.config.strict import as_yaml, inline_yaml
 from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.hosts.nemo_rl.facts import FIELDS_READ_BY_TRAINERS, NeutralValues
 
-__all__ = ["check_agreement", "plain_settings", "selects_loss", "unread_fields", "without_unread_fields"]
-
 
 def plain_settings(config: Any) -> dict[str, Any]:
     """Return the settings that a recipe sets, as plain dicts and lists.

@@ -26,8 +26,6 @@ from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.losses.packing import predicted_tokens
 
-__all__ = ["loss_at_once", "loss_by_sequence", "wrap_packing_call"]
-
 _UNFILTERED = CURR_LOGPROBS_UNFILTERED
 _MAX_PADDED_POSITIONS = 1 << 21
 """Positions up to which a GPU computes the loss on padded rows in less time than the host waits for their lengths."""

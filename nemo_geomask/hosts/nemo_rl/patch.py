@@ -9,8 +9,6 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["Patch", "apply_all", "attribute", "function", "in_force", "nemo_rl_namespaces", "undo_all"]
-
 _log = logging.getLogger("nemo_geomask")
 _MISSING = object()
 

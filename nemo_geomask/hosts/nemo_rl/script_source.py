@@ -14,8 +14,6 @@ from types import CodeType
 
 from nemo_geomask.hosts.nemo_rl.facts import SETUPS
 
-__all__ = ["ScriptSource", "read_script"]
-
 _FUNCTIONS = dict(SETUPS).values()
 _ENTRIES = ("with_geomask", "install", "build_nemo_rl_loss")
 """Names of this package by which a script takes the recipe's loss itself."""

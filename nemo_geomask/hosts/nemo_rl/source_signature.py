@@ -15,73 +15,31 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
+from nemo_geomask.errors import HostAPIError
 from nemo_geomask.hosts.nemo_rl.accepted_apis import APIDifference, not_accepted, warn_of_accepted, way_out
 from nemo_geomask.hosts.nemo_rl.facts import TESTED_VERSIONS
-from nemo_geomask.hosts.nemo_rl.host_errors import HostAPIError
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
 from nemo_geomask.recipe.input_limits import parse_python, read_source
-
-__all__ = ["APIState", "Signature", "Uses", "compare", "parse_module", "require_targets"]
 
 Parameters = tuple[Parameter, ...]
 _STARS: Mapping[Any, str] = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
 
 
 @dataclass(frozen=True)
-class Signature:
-    """A function or method of NeMo-RL whose complete parameter list must be a known one.
-
-    A version may add parameters behind the known ones if they have defaults.
-
-    Attributes:
-        module: the module that defines it.
-        path: dotted path in the module, ``Class.method``.
-        forms: the known parameter lists; names of ``*args`` and ``**kwargs`` carry their stars.
-        optional: True if some tested versions do not have the module.
-    """
-
-    module: str
-    path: str
-    forms: tuple[tuple[str, ...], ...]
-    optional: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.name}({', '.join(self.forms[-1])})"
-
-    @property
-    def name(self) -> str:
-        """Dotted name, as ``--accept`` takes it."""
-        return f"{self.module}.{self.path}"
-
-    def differences(self, tree: ast.Module) -> list[APIDifference]:
-        """Return how the parsed module differs."""
-        node: ast.AST | None = tree
-        for name in self.path.split("."):
-            node = next((child for child in _body(node) if getattr(child, "name", None) == name), None)
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            return [APIDifference(self.name, "is not defined there", is_missing=True)]
-        parameters = _parameters(node.args)
-        if any(_fits(form, parameters) for form in self.forms):
-            return []
-        names = [name.lstrip("*") for form in self.forms for name in form]
-        required = [item.name for item in parameters if item.name not in names and _is_required(item)]
-        reason = f", where {', '.join(required)} has no default" if required else ""
-        return [APIDifference(self.name, f"takes ({_join(parameters)}){reason}")]
-
-
-@dataclass(frozen=True)
 class Uses:
     """Functions of one class or module of NeMo-RL, with those of their parameters that this package relies on.
 
-    Other parameters, and the order of all, are free.
+    Other parameters, and the order of all, are free where the functions are wrapped. Where functions of this package
+    take their place, the parameters must come first, in their order, and all others must have defaults.
 
     Attributes:
         module: the module that defines them.
         owner: the class; empty for functions of the module.
-        methods: the functions that are wrapped, with the parameters that the wrappers rely on.
+        methods: the functions, with the parameters that this package relies on.
         purpose: what needs them, as a noun phrase for messages: settings, or every run.
         calls: further functions that are called.
         optional: True if some tested versions have none of ``methods``; a version has all of them or none.
+        is_replaced: True if functions of this package take the place of ``methods``.
     """
 
     module: str
@@ -90,6 +48,7 @@ class Uses:
     purpose: str
     calls: tuple[str, ...] = ()
     optional: bool = False
+    is_replaced: bool = False
 
     def __str__(self) -> str:
         return f"{self.target_name}: {', '.join(self.names)} (for {self.purpose})"
@@ -122,11 +81,15 @@ class Uses:
             if name not in defined:
                 yield APIDifference(function, f"{function} is not defined", is_missing=True)
                 continue
-            parameters = {parameter.name for parameter in defined[name]}
-            missing = [parameter for parameter in self.methods.get(name, ()) if parameter not in parameters]
-            if missing:
-                message = f"{function} takes ({_join(defined[name])}), without {', '.join(missing)}"
-                yield APIDifference(function, message)
+            known = self.methods.get(name, ())
+            names = [parameter.name for parameter in defined[name]]
+            missing = [parameter for parameter in known if parameter not in names]
+            required = [item.name for item in defined[name] if item.name not in known and _is_required(item)]
+            reason = f", without {', '.join(missing)}" if missing else ""
+            if self.is_replaced and not missing:
+                reason = f", where {', '.join(required)} has no default" if required else ""
+            if missing or (self.is_replaced and (required or names[: len(known)] != list(known))):
+                yield APIDifference(function, f"{function} takes ({_join(defined[name])}){reason}")
 
     def defined_in_source(self, tree: ast.Module) -> dict[str, Parameters]:
         """Parameters of those of ``names`` that a parsed module defines."""
@@ -214,18 +177,14 @@ class APIState:
         return "; ".join(difference.message for difference in self.differences)
 
 
-def compare(api: Signature | Uses, package: Path) -> APIState:
+def compare(api: Uses, package: Path) -> APIState:
     """Compare an API with the source in the package folder ``package``."""
     tree = parse_module(api.module, package)
-    if tree is None:
-        if api.optional:
-            return APIState(str(api), is_absent=True)
-        names = [f"{api.target_name}.{name}" for name in api.names] if isinstance(api, Uses) else [api.name]
-        return APIState(str(api), (APIDifference(names[0], "there is no such module", is_missing=True),))
-    if isinstance(api, Uses):
-        defined = api.defined_in_source(tree)
-        return APIState(str(api), tuple(api.differences(defined)), is_absent=not api.is_present(defined))
-    return APIState(str(api), tuple(api.differences(tree)))
+    if tree is None and not api.optional:
+        name = f"{api.target_name}.{api.names[0]}"
+        return APIState(str(api), (APIDifference(name, "there is no such module", is_missing=True),))
+    defined = {} if tree is None else api.defined_in_source(tree)
+    return APIState(str(api), tuple(api.differences(defined)), is_absent=not api.is_present(defined))
 
 
 def parse_module(module: str, package: Path) -> ast.Module | None:
@@ -269,32 +228,6 @@ def _parameters(arguments: ast.arguments) -> Parameters:
     if arguments.kwarg:
         parameters.append(Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD))
     return tuple(parameters)
-
-
-def _fits(form: tuple[str, ...], parameters: Parameters) -> bool:
-    """Return True if callers that know ``form`` can call a function with ``parameters``.
-
-    The known parameters come first and in their order. Behind them, any number of parameters with defaults may follow.
-    """
-    keyword_only = {parameter.name for parameter in parameters if parameter.kind is Parameter.KEYWORD_ONLY}
-    known_names = [name for name in form if not name.startswith("*")]
-    known_positional = [name for name in known_names if name not in keyword_only]
-    positional = [
-        parameter
-        for parameter in parameters
-        if parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    if [parameter.name for parameter in positional[: len(known_positional)]] != known_positional:
-        return False
-    if any(_is_required(parameter) for parameter in parameters if parameter.name not in known_names):
-        return False
-    kinds = {parameter.kind for parameter in parameters}
-    if any(name.startswith("**") for name in form) and Parameter.VAR_KEYWORD not in kinds:
-        return False
-    if not any(name.startswith("*") and not name.startswith("**") for name in form):
-        return True
-    # A further positional parameter would take an argument that is meant for *args.
-    return Parameter.VAR_POSITIONAL in kinds and len(positional) == len(known_positional)
 
 
 def _is_required(parameter: Parameter) -> bool:

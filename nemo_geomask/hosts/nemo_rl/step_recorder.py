@@ -1,17 +1,9 @@
 """``loss_fn.record`` in NeMo-RL: record the batch of each step when the driver hands it to the workers.
 
-:mod:`nemo_geomask.hosts.nemo_rl.step_methods` calls this module at each step. A record contains values that NeMo-RL
-does not put into the training batch. They are taken from these places:
-
-- Rewards: from the batch where NeMo-RL puts them there (PPO), from the data plane, NeMo-RL's storage of batches, in the
-  single controller, and otherwise from what NeMo-RL logs of the step after it: its ``Logger`` is replaced by a
-  :class:`RewardLogger`.
-- Environments: from what NeMo-RL logs of the step, together with the rewards.
-- Versions of the weights that generated each sample: from the tags of the data plane, or from the replay buffer of the
-  asynchronous loops. The buffer's ``sample`` does not return the versions, so a function that runs in the buffer's
-  actor keeps them, and another one returns them. Synchronous loops generate with the weights of the preceding step.
-
-An error in this module never fails a step. A value that is not available is null in the record.
+:mod:`nemo_geomask.hosts.nemo_rl.training_step` calls this module at each step. Values that are not in the batch come
+from the data plane, NeMo-RL's storage of batches (rewards and weight versions in the single controller), from the
+training loop, see :mod:`nemo_geomask.hosts.nemo_rl.loop_values`, and from the workers (``curr`` and entropies). An
+error in this module never fails a step. A value that is not available is null in the record.
 """
 
 from __future__ import annotations
@@ -24,38 +16,22 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import ConfigError, Problem
-from nemo_geomask.hosts.nemo_rl import current_logprobs, replay_versions
+from nemo_geomask.hosts.nemo_rl import current_logprobs
 from nemo_geomask.hosts.nemo_rl.facts import NO_ENTROPY, lacks_entropy
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
-from nemo_geomask.hosts.nemo_rl.logged_environments import environment_names, mismatch_by_environment
-from nemo_geomask.hosts.nemo_rl.resumed_step import resumed_step
+from nemo_geomask.hosts.nemo_rl.loop_values import LoggedRows, give_up_logged_rows, loop_values
 from nemo_geomask.records.flight import FlightRecorder, join_parts, recorded_rows
 from nemo_geomask.records.record_schema import require_arrow
 
-__all__ = [
-    "LoggedRows",
-    "LoopValues",
-    "ReplayBufferClass",
-    "RewardLogger",
-    "StepRecorder",
-    "check_recording",
-    "data_plane_fields",
-    "give_up_logged_rows",
-    "loop_values",
-]
-
 _log = logging.getLogger("nemo_geomask")
 _COLLECT_TIMEOUT = 600.0  # seconds
-_TRAIN_LOG = "train_data_step"
-"""Start of the name of NeMo-RL's log of a training batch; the number of the step follows."""
 _T = TypeVar("_T")
 
 
@@ -73,129 +49,6 @@ def check_recording(config: LossConfig) -> None:
     require_arrow()
 
 
-class LoggedRows(NamedTuple):
-    """Values that NeMo-RL logs of the sequences of a step; None for one that it did not log."""
-
-    rewards: list[float] | None = None
-    environments: list[str | None] | None = None
-
-
-@dataclass
-class LoopValues:
-    """Values of this process's training loop that its policy does not receive."""
-
-    logged_rows: Future[LoggedRows] | None = None  # of the last recorded step, until NeMo-RL logs them
-    versions: Any = None  # Ray's reference to the versions of the weights that generated each row of the next batch
-    trained_version: int | None = None  # version of the weights that train on them; None if the loop did not name it
-    is_asynchronous: bool = False
-    uses_data_plane: bool = False  # True if the batch of the last step was in the data plane
-
-    def resolve_logged_rows(self, rows: LoggedRows) -> None:
-        """Hand over what NeMo-RL logged of the last recorded step."""
-        if self.logged_rows is not None and not self.logged_rows.done():
-            self.logged_rows.set_result(rows)
-        self.logged_rows = None
-
-
-loop_values = LoopValues()
-"""Values of this process's loop."""
-
-
-def give_up_logged_rows() -> None:
-    """Let the record of the last step be written without rewards and environments, which will not come any more."""
-    loop_values.resolve_logged_rows(LoggedRows())
-
-
-class RewardLogger:
-    """NeMo-RL's ``Logger``; rewards and environments of each step that it logs also go to the step's record.
-
-    Args:
-        logger: NeMo-RL's, to which everything is passed on.
-        logs_mismatch: True to log the mismatch of each environment as a metric, too.
-    """
-
-    def __init__(self, logger: Any, *, logs_mismatch: bool = False) -> None:
-        self._logger = logger
-        self._logs_mismatch = logs_mismatch
-        self._has_failed = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._logger, name)
-
-    def log_batched_dict_as_jsonl(self, to_log: Mapping[str, Any], filename: str) -> Any:
-        """Log a batch, see NeMo-RL's ``Logger.log_batched_dict_as_jsonl``."""
-        if not filename.startswith(_TRAIN_LOG):
-            return self._logger.log_batched_dict_as_jsonl(to_log, filename)
-        # Under dynamic sampling, the rewards of the rows that train are those that passed the filter. The loop over the
-        # data plane does not filter the agents; see logged_environments.
-        is_filtered = "filtered_rewards" in to_log
-        rewards = to_log.get("filtered_rewards" if is_filtered else "rewards")
-        environments = None if is_filtered and loop_values.uses_data_plane else environment_names(to_log)
-        loop_values.resolve_logged_rows(LoggedRows(None if rewards is None else list(rewards), environments))
-        result = self._logger.log_batched_dict_as_jsonl(to_log, filename)
-        if environments is not None and self._logs_mismatch:
-            self._log_mismatch(environments, to_log, filename)
-        return result
-
-    def _log_mismatch(self, environments: list[str | None], to_log: Mapping[str, Any], filename: str) -> None:
-        """Log the mismatch of each environment; the first error is logged, too."""
-        try:
-            metrics = mismatch_by_environment(environments, to_log)
-            if metrics:
-                step = int(filename.removeprefix(_TRAIN_LOG).removesuffix(".jsonl"))
-                self._logger.log_metrics(metrics, step, prefix="train")
-        except Exception:
-            if not self._has_failed:
-                _log.exception("%s: the mismatch by environment is not logged", filename)
-            self._has_failed = True
-
-
-class ReplayBufferClass:
-    """Proxy of the Ray actor class of NeMo-RL's replay buffer; its handles' ``sample`` also requests weight versions.
-
-    Args:
-        actor_class: NeMo-RL's.
-    """
-
-    def __init__(self, actor_class: Any) -> None:
-        self._actor_class = actor_class
-
-    def options(self, **options: Any) -> ReplayBufferClass:
-        """Return the class with Ray's options."""
-        return ReplayBufferClass(self._actor_class.options(**options))
-
-    def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Start the buffer's actor and return its handle."""
-        loop_values.is_asynchronous = True
-        handle = self._actor_class.remote(*args, **kwargs)
-        # Only this handle, which the training loop uses, is changed. Pickled copies are plain handles again.
-        handle.sample = _SampleMethod(handle)
-        return handle
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._actor_class, name)
-
-
-class _SampleMethod:
-    """Replacement for the ``sample`` method of the replay buffer's handle."""
-
-    def __init__(self, handle: Any) -> None:
-        self._ray_call = handle.__ray_call__
-
-    def remote(self, *args: Any, **kwargs: Any) -> Any:
-        cloudpickle = importlib.import_module("ray").cloudpickle
-        # The functions are pickled by value, because this package may be missing in the buffer's process.
-        cloudpickle.register_pickle_by_value(replay_versions)
-        try:
-            sample = self._ray_call.remote(replay_versions.sample_and_keep_versions, args, kwargs)
-            # The actor runs calls in order.
-            loop_values.versions = self._ray_call.remote(replay_versions.versions_of_sample)
-            loop_values.trained_version = kwargs.get("current_weight_version")
-        finally:
-            cloudpickle.unregister_pickle_by_value(replay_versions)
-        return sample
-
-
 class StepRecorder:
     """Recorder of one policy's steps; errors are logged and fail no step.
 
@@ -208,10 +61,10 @@ class StepRecorder:
         facts = {"nemo_rl": describe_version(), "policy_class": type(policy).__name__}
         assert config.record is not None
         self._settings = config.record
-        # A strong reference would keep the policy alive: step_methods holds this recorder in a dictionary with weak
+        # A strong reference would keep the policy alive: training_step holds this recorder in a dictionary with weak
         # keys, whose key is the policy.
         self._policy = weakref.proxy(policy)
-        self._steps_done = resumed_step(policy)
+        self._steps_done: int = policy.geomask_resumed_step
         self._make_recorder = functools.partial(FlightRecorder, config, facts=facts)
 
     @functools.cached_property

@@ -6,7 +6,7 @@ task with the interpreter of the policy's workers runs on every node, imports ne
 that cannot receive the loss would fail in the first training step, after generating the first batch.
 
 Workers are prepared by a call to each of them (Ray's ``__ray_call__``), see
-:func:`nemo_geomask.hosts.nemo_rl.worker_hooks.prepare`, and only if the loss needs it. Ray's
+:func:`nemo_geomask.hosts.nemo_rl.prepare_worker`, and only if the loss needs it. Ray's
 ``worker_process_setup_hook`` would not do: it belongs to a whole job, whose ``ray.init`` is NeMo-RL's, and it would
 also run in workers that have no nemo_geomask and need none, and fail there.
 """
@@ -26,21 +26,11 @@ from typing import Any
 import torch
 
 import nemo_geomask
-from nemo_geomask.hosts.nemo_rl import environment_probe, worker_hooks
+from nemo_geomask.errors import WorkerError
+from nemo_geomask.hosts.nemo_rl import environment_probe, host_patches
 from nemo_geomask.hosts.nemo_rl.facts import policy_worker_class
-from nemo_geomask.hosts.nemo_rl.host_errors import WorkerError
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
 from nemo_geomask.losses import PolicyLoss
-
-__all__ = [
-    "REMEDY",
-    "check_environment",
-    "check_workers",
-    "on_every_node",
-    "prepare_workers",
-    "receives_loss",
-    "worker_interpreter",
-]
 
 _log = logging.getLogger("nemo_geomask")
 _PROBE_TIMEOUT = 300.0  # seconds; importing torch from a shared file system is slow
@@ -129,7 +119,7 @@ def prepare_workers(policy: Any, loss: Loss, *, has_packed_rows: bool) -> None:
         HostAPIError: the loss cannot run without the preparation, and NeMo-RL in a worker differs from the tested
             versions.
     """
-    if not worker_hooks.needs_preparation(loss.config, has_packed_rows=has_packed_rows):
+    if not host_patches.needs_preparation(loss.config, has_packed_rows=has_packed_rows):
         return
     devices = _call_workers(policy, _prepare_actor, loss.config.logprob_backend, has_packed_rows)
     _log.info("policy workers: %s", ", ".join(f"{count} on {name}" for name, count in Counter(devices).items()))
@@ -150,8 +140,8 @@ def _call_workers(policy: Any, function: Any, *arguments: Any) -> list[Any]:
 
 def _prepare_actor(actor: Any, backend: str, has_packed_rows: bool) -> str:
     """Prepare the process of a worker, in that process; return the name of its device."""
-    worker_hooks.prepare(backends=(backend,), has_packed_rows=has_packed_rows, actor=actor)
-    worker_hooks.prepare_model(actor, backends=(backend,))
+    host_patches.prepare_worker(backends=(backend,), has_packed_rows=has_packed_rows, actor=actor)
+    host_patches.prepare_model(actor, backends=(backend,))
     # A worker that has not loaded its model yet has not initialised CUDA.
     uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.cuda.get_device_name() if uses_cuda else "CPU"
@@ -171,17 +161,6 @@ def _require_loadable(report: Mapping[str, Any], description: str, loss: Loss) -
             f"{description} can't receive the loss '{loss.config.name}': {failure}, in {report['executable']} "
             f"(Python {report['python']}) on {report['host']}. {REMEDY}"
         )
-
-
-def receives_loss(worker_class: str) -> bool:
-    """Return True if workers of this class may be sent the loss.
-
-    NeMo-RL's generation, value and environment workers are not; workers of other packages may be.
-
-    Args:
-        worker_class: dotted name.
-    """
-    return ".policy." in worker_class or not worker_class.startswith("nemo_rl.")
 
 
 def _describe_failure(report: Mapping[str, Any]) -> str | None:

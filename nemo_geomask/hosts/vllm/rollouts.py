@@ -15,8 +15,6 @@ from nemo_geomask.errors import ConfigError, DataError, EngineError
 if TYPE_CHECKING:
     from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 
-__all__ = ["load_weights", "rollout_batch"]
-
 # Values of sampling parameters that keep the distribution of the model's logits. Any other value changes it after vLLM
 # has computed the "raw" log-probs.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -11,7 +11,6 @@ from typing import Any, BinaryIO
 from nemo_geomask.errors import ConfigError, InputLimitError
 from nemo_geomask.optional import require
 from nemo_geomask.recipe.input_limits import open_regular_file
-from nemo_geomask.records.page_headers import count_values
 
 __all__ = ["MAX_ROWS", "read_columns", "write_columns"]
 
@@ -22,8 +21,6 @@ _MAX_VALUES = 4_000_000
 _MAX_FILE_BYTES = 2**27
 _MAX_FOOTER_BYTES = 2**24
 _MAX_COLUMNS = 2_000
-_MAX_PAGES = 100_000
-_MAX_TEXT_BYTES = 1_000
 _TAIL = 8  # bytes after a Parquet file's footer: its length, and PAR1
 
 
@@ -94,7 +91,6 @@ def _read_file(
                 f"it claims {rows:,} rows of {len(names)} columns; the lab reads {MAX_ROWS:,} rows and "
                 f"{_MAX_VALUES:,} values"
             )
-        _check_pages(file, metadata, names, texts)
         table = parquet_file.read(columns=names)
         try:
             facts = json.loads(metadata.metadata[key])
@@ -131,26 +127,3 @@ def _check_type(schema: Any, name: str, *, is_text: bool) -> None:
     is_right = types.is_string(type_) if is_text else types.is_floating(type_) or types.is_integer(type_)
     if not is_right:
         raise ValueError(f"its column {name[:100]} is {type_}, not {'string' if is_text else 'a number'}")
-
-
-def _check_pages(file: BinaryIO, metadata: Any, names: Collection[str], texts: Collection[str]) -> None:
-    """Raise ValueError if the pages of some columns hold other numbers of values than the metadata claim."""
-    size, rows, pages = os.fstat(file.fileno()).st_size, 0, 0
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        rows += group.num_rows
-        for chunk in map(group.column, range(group.num_columns)):
-            name = chunk.path_in_schema
-            if name not in names or not group.num_rows:
-                continue
-            starts = [chunk.data_page_offset, chunk.dictionary_page_offset]
-            start = min(offset for offset in starts if offset is not None)
-            end = start + chunk.total_compressed_size
-            if not 0 < start <= end <= size or chunk.num_values != group.num_rows or group.num_rows < 0:
-                raise ValueError(f"its column {name[:100]} is damaged")
-            text_bytes = _MAX_TEXT_BYTES if name in texts else 0
-            values, count = count_values(file.fileno(), start, end, group.num_rows, _MAX_PAGES - pages, text_bytes)
-            pages += count
-            if values != group.num_rows:
-                raise ValueError(f"its column {name[:100]} has {values:,} values, not {group.num_rows:,}")
-    if rows != metadata.num_rows:
-        raise ValueError(f"it claims {metadata.num_rows:,} rows, and its parts {rows:,}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["differing_keys", "flatten_settings"]
-
 
 def differing_keys(settings: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the keys at which two flat mappings of settings differ; a missing key is None."""

@@ -12,36 +12,16 @@ from typing import Any
 
 from nemo_geomask.optional import require
 
-__all__ = [
-    "CONFIDENCE",
-    "CONFIDENCE_LABEL",
-    "format_interval",
-    "format_mean",
-    "mean_interval",
-    "normal_quantile",
-    "percentile_interval",
-    "ratio_interval",
-    "student_quantile",
-]
+CONFIDENCE_LABEL = "95 %"
+"""Probability with which an interval contains the value that is estimated, for headings and captions."""
 
-CONFIDENCE = 0.95
-"""Probability with which an interval contains the value that is estimated."""
-CONFIDENCE_LABEL = f"{100 * CONFIDENCE:g} %"
-"""The same as text, for headings and captions."""
-
-_TAIL = round((1 - CONFIDENCE) / 2, 6)
-_TAILS = (_TAIL, 1 - _TAIL)
+_TAILS = (0.025, 0.975)
 # Cap on log_error that keeps both ends of the interval finite. At the cap it spans fifteen orders of magnitude.
 _LARGEST_LOG_ERROR = 9.0
 
 
-def normal_quantile() -> float:
-    """Return z such that a standard normal variable is within ±z with probability :data:`CONFIDENCE` (1.96)."""
-    return NormalDist().inv_cdf(_TAILS[1])
-
-
 def student_quantile(degrees_of_freedom: int) -> float:
-    """Return t such that Student's t is within ±t with probability :data:`CONFIDENCE` (2.776 with 4 degrees)."""
+    """Return t such that Student's t is within ±t with a probability of 95 % (2.776 with 4 degrees of freedom)."""
     # Not scipy.stats, whose import takes a second.
     special = require("scipy.special", "confidence intervals need", "diagnose")
     return float(special.stdtrit(degrees_of_freedom, _TAILS[1]))
@@ -54,8 +34,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """
     if len(values) < 2:
         return None
-    mean = fmean(values)
-    half = student_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    mean, half = fmean(values), student_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return mean - half, mean + half
 
 
@@ -72,7 +51,7 @@ def format_interval(interval: tuple[float, float] | None, number_format: str = "
 
 
 def percentile_interval(replicates: Any) -> tuple[float, float]:
-    """Return the percentiles of bootstrap replicates that enclose :data:`CONFIDENCE` of them.
+    """Return the percentiles of bootstrap replicates that enclose 95 % of them.
 
     Args:
         replicates: an array or a sequence of the estimates, one from each resample; NaN for both ends if it is empty.
@@ -96,5 +75,5 @@ def ratio_interval(ratio: float, log_error: float) -> tuple[float, float]:
     """
     if not (math.isfinite(ratio) and math.isfinite(log_error)):
         return math.nan, math.nan
-    factor = math.exp(normal_quantile() * min(log_error, _LARGEST_LOG_ERROR))
+    factor = math.exp(NormalDist().inv_cdf(_TAILS[1]) * min(log_error, _LARGEST_LOG_ERROR))
     return ratio / factor, ratio * factor

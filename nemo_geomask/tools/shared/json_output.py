@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JSON_VERSION", "replace_nonfinite", "to_json", "write_json_file"]
-
 JSON_VERSION = 1
 """Value of ``version`` in the JSON of every command.
 

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["device_names", "package_versions", "processor_name"]
-
 
 def processor_name() -> str:
     """Return the processor's model name, or its architecture where the system does not tell the model."""

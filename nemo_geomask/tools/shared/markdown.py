@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from nemo_geomask.errors import ArgumentError
 
-__all__ = ["markdown_table", "replace_marked_text"]
-
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table; a ``|`` within a cell is escaped."""

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["ENGINE_ARGUMENTS", "VERSIONS", "MismatchSwitch", "mismatch_switches", "settings_left_open"]
-
 VERSIONS = ("v0.6.0", "v0.7.0", "main")
 """Versions of NeMo-RL that the table knows, oldest first."""
 

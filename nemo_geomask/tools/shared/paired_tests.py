@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from nemo_geomask.errors import ArgumentError
 from nemo_geomask.optional import require
-
-__all__ = ["holm", "sign_flip_p"]
 
 _MAX_PAIRS = 16  # 65,536 sign patterns
 _MAX_EXACT_PAIRS = 14
@@ -35,10 +31,10 @@ def sign_flip_p(differences: Sequence[float] | Any, generator: Any = None) -> fl
     count = len(differences)
     if count < 1 or (generator is None and count > _MAX_PAIRS):
         raise ArgumentError(f"the sign-flip test takes 1 to {_MAX_PAIRS} differences, but got {count}")
-    numpy = _numpy()
+    numpy = require("numpy", "the sign-flip test needs", "diagnose")
     values = numpy.asarray(differences, dtype=numpy.float64)
     if generator is None or count <= _MAX_EXACT_PAIRS:
-        signs = _all_signs(count)
+        signs = 1.0 - 2.0 * (numpy.arange(1 << count)[:, None] >> numpy.arange(count) & 1)
     else:
         signs = generator.choice((-1.0, 1.0), size=(1 << _MAX_EXACT_PAIRS, count))
         signs[0] = 1.0  # the observed pattern
@@ -59,12 +55,3 @@ def holm(p_values: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = highest
     return adjusted
-
-
-def _numpy() -> Any:
-    return require("numpy", "the sign-flip test needs", "diagnose")
-
-
-@functools.cache
-def _all_signs(count: int) -> Any:
-    return _numpy().array(list(itertools.product((-1.0, 1.0), repeat=count)))

@@ -6,22 +6,6 @@ purple is a shade darker than theirs, so that it has a contrast of 3:1 on a whit
 
 from __future__ import annotations
 
-from typing import TypedDict
-
-__all__ = [
-    "BLUE",
-    "COLOURS",
-    "CONTRASTING_COLOURS",
-    "GREEN",
-    "LINE_STYLES",
-    "ORANGE",
-    "PURPLE",
-    "SKY_BLUE",
-    "VERMILION",
-    "LineLook",
-    "line_look",
-]
-
 BLUE = "#0072B2"
 VERMILION = "#D55E00"
 GREEN = "#009E73"
@@ -39,11 +23,8 @@ LINE_STYLES = ("-", "--", "-.", ":")
 """Matplotlib's line styles, in the order in which lines of the same colour take them."""
 
 
-class LineLook(TypedDict):
-    """Keyword arguments of matplotlib's ``plot``."""
-
-    color: str
-    linestyle: str
+LineLook = dict[str, str]
+"""Keyword arguments of matplotlib's ``plot``."""
 
 
 def line_look(index: int) -> LineLook:

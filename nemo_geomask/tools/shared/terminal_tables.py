@@ -8,8 +8,6 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-__all__ = ["ABSENT", "count_with_noun", "format_cell", "format_table", "print_table"]
-
 ABSENT = "–"
 """Text of a cell without a value."""
 
@@ -55,28 +53,19 @@ def print_table(
     To a file or a pipe, the text of :func:`format_table` is written. For a table without rows, only the title is
     printed.
 
-    Args:
-        title: the line above the table.
-        columns: the header.
-        rows: one cell for every column; cells that are not text are formatted by :func:`format_cell`.
-        left_aligned: indices of the columns that are aligned to the left.
+    Args: title: the line above the table; the others are those of :func:`format_table`.
     """
     if not rows:
         print(f"\n{title}")
-    elif not (sys.stdout.isatty() and _print_by_rich(title, columns, rows, left_aligned)):
-        print(f"\n{title}\n{format_table(columns, rows, left_aligned=left_aligned, indent=2)}")
-
-
-def _print_by_rich(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], left_aligned: Collection[int]
-) -> bool:
-    """Print a table by rich; return False if rich is not installed."""
+        return
     try:
-        table_module, console_module, text_module = (
-            importlib.import_module(f"rich.{name}") for name in ("table", "console", "text")
-        )
+        modules = [importlib.import_module(f"rich.{name}") for name in ("table", "console", "text")]
     except ImportError:
-        return False
+        modules = []
+    if not modules or not sys.stdout.isatty():
+        print(f"\n{title}\n{format_table(columns, rows, left_aligned=left_aligned, indent=2)}")
+        return
+    table_module, console_module, text_module = modules
     table = table_module.Table(title=title, title_justify="left")
     for index, name in enumerate(columns):
         table.add_column(name, justify="left" if index in left_aligned else "right", overflow="fold")
@@ -84,7 +73,6 @@ def _print_by_rich(
         # Text is printed as it is. In a str, such as generated tokens, rich would interpret its markup.
         table.add_row(*(text_module.Text(format_cell(cell)) for cell in row))
     console_module.Console().print(table)
-    return True
 
 
 def count_with_noun(count: int, noun: str) -> str:

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-__all__ = ["EscapingStream", "escape_json", "escape_line", "escape_lines", "escaped_output"]
-
 
 def escape_line(text: str) -> str:
     """Return text in which control and format characters, line breaks included, are Python escapes.
@@ -71,13 +69,7 @@ class EscapingStream:
 
     def write(self, text: str) -> int:
         """Write text; return its length before it was escaped."""
-        if not text.isprintable():
-            text_to_write = "".join(
-                character if character in "\n\t" else _escape_character(character) for character in text
-            )
-            self.raw_stream.write(text_to_write)
-        else:
-            self.raw_stream.write(text)
+        self.raw_stream.write("".join(item if item in "\n\t" else _escape_character(item) for item in text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:

@@ -7,8 +7,8 @@ import types
 import pytest
 
 import nemo_geomask
-from nemo_geomask.hosts import nemo_rl
-from tests.helpers.nemo_rl import fake_tree
+from nemo_geomask.hosts.nemo_rl import uninstall
+from tests.helpers.nemo_rl import fake_policies, fake_tree
 
 
 def _forget():
@@ -25,7 +25,7 @@ def host(tmp_path, monkeypatch):
         return importlib.import_module("nemo_rl.algorithms.loss.loss_functions")
 
     yield make
-    nemo_rl.uninstall()
+    uninstall()
     _forget()
     sys.modules.update(others)
 
@@ -42,3 +42,17 @@ def install(monkeypatch):
         return main.setup
 
     return call
+
+
+@pytest.fixture
+def nemo_rl(monkeypatch):
+    """Modules of NeMo-RL with the policies of :mod:`tests.helpers.nemo_rl.fake_policies`."""
+    modules = fake_policies.make_modules()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield types.SimpleNamespace(
+        lm=modules["nemo_rl.models.policy.lm_policy"],
+        tq=modules["nemo_rl.models.policy.tq_policy"],
+        buffers=modules["nemo_rl.algorithms.async_utils"],
+    )
+    uninstall()

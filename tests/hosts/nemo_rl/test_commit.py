@@ -23,7 +23,7 @@ def checkout(tmp_path, monkeypatch):
     return folder
 
 
-def test_of_a_branch_a_detached_head_and_packed_refs(checkout):
+def test_of_a_branch_a_detached_head_packed_refs_and_a_work_tree(checkout, tmp_path):
     commit = git(checkout, "rev-parse", "HEAD")
     assert commit_of(checkout) == commit
     git(checkout, "pack-refs", "--all")
@@ -31,9 +31,7 @@ def test_of_a_branch_a_detached_head_and_packed_refs(checkout):
     assert commit_of(checkout) == commit
     git(checkout, "checkout", "--quiet", "--detach")
     assert commit_of(checkout) == commit
-
-
-def test_of_another_work_tree(checkout, tmp_path):
+    # And of another work tree.
     git(checkout, "worktree", "add", "--quiet", "-b", "other", str(tmp_path / "other"))
     git(tmp_path / "other", "commit", "--quiet", "--allow-empty", "--message=two")
     assert commit_of(tmp_path / "other") == git(tmp_path / "other", "rev-parse", "HEAD") != commit_of(checkout)

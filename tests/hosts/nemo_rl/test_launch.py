@@ -10,6 +10,8 @@ import sys
 import pytest
 
 from nemo_geomask.cli import main
+from nemo_geomask.errors import MissingDependencyError
+from nemo_geomask.hosts.nemo_rl.installed_version import import_nemo_rl
 from tests.helpers.nemo_rl import fake_tree
 
 pytestmark = pytest.mark.slow
@@ -75,11 +77,6 @@ def test_in_a_process_of_its_own(tmp_path):
     assert json.loads(done.stdout)["loss"] == "PolicyLoss", done.stderr
 
 
-def test_a_mistake_in_the_recipe_ends_in_one_line(script, capsys):
-    assert main(["run", str(script), '{"name": "gsp"}']) == 2
-    assert "nemo-geomask: error: loss_fn.name: no loss named 'gsp'" in capsys.readouterr().err
-
-
 def test_a_mistake_in_the_recipe_ends_before_the_script(script, tmp_path, capsys):
     pytest.importorskip("omegaconf", reason="reading a recipe needs omegaconf")
     recipe = tmp_path / "recipe.yaml"
@@ -99,61 +96,36 @@ def test_no_such_script(host, capsys):
     assert "examples/run_grpoo.py: there is no such script" in capsys.readouterr().err
 
 
-def test_another_nemo_rl_ends_before_the_script(host, tmp_path, capsys):
-    host(setup="config, policy_factory=None")
-    path = tmp_path / "train.py"
-    path.write_text("raise SystemExit('started')", encoding="utf-8")
-    assert main(["run", str(path)]) == 2
-    assert "differs from the versions that nemo_geomask knows" in capsys.readouterr().err
-
-
-def test_the_scripts_own_exit_is_kept(script):
-    script.write_text(SCRIPT.replace("    main()\n", "    raise SystemExit(7)\n"), encoding="utf-8")
-    with pytest.raises(SystemExit) as caught:
-        main(["run", str(script)])
-    assert caught.value.code == 7
-
-
+SETUP = "from nemo_rl.algorithms.grpo import setup\n"
+NO_NAME = "imports none of setup of nemo_rl.algorithms.grpo"
 WAYS_ROUND = {
     "through the module": (
-        "import nemo_rl.algorithms.grpo as grpo\nfrom nemo_rl.algorithms.grpo import setup\n"
-        "if __name__ == '__main__':\n    grpo.setup(1)\n",
+        f"import nemo_rl.algorithms.grpo as grpo\n{SETUP}if __name__ == '__main__':\n    grpo.setup(1)\n",
         "calls grpo.setup in line 4 through its module",
     ),
-    "module of a package": (
-        "from nemo_rl.algorithms import grpo\nfrom nemo_rl.algorithms.grpo import setup\n"
-        "if __name__ == '__main__':\n    grpo.setup(1)\n",
-        "calls grpo.setup in line 4 through its module",
-    ),
-    "in a function": (
-        "def main():\n    from nemo_rl.algorithms.grpo import setup\n    setup(1)\n"
-        "if __name__ == '__main__':\n    main()\n",
-        "imports setup in line 2, which is not at its top level",
-    ),
-    "another script": (
-        "import runpy\nif __name__ == '__main__':\n    runpy.run_path('run_grpo.py', run_name='__main__')\n",
-        "imports none of setup of nemo_rl.algorithms.grpo",
-    ),
-    "another algorithm": (
-        "from nemo_rl.algorithms.sft import setup\nif __name__ == '__main__':\n    setup(1)\n",
-        "imports none of setup of nemo_rl.algorithms.grpo",
+    "through the module of a package": (
+        f"from nemo_rl.algorithms import grpo\n{SETUP}grpo.setup(1)\n",
+        "calls grpo.setup in line 3 through its module",
     ),
     "by its whole path": (
         "import nemo_rl.algorithms.grpo\nfrom nemo_rl.algorithms.ppo import setup\nnemo_rl.algorithms.grpo.setup(1)\n",
         "calls nemo_rl.algorithms.grpo.setup in line 3 through its module",
     ),
     "by a part of its path": (
-        "from nemo_rl import algorithms\nfrom nemo_rl.algorithms.grpo import setup\nalgorithms.grpo.setup(1)\n",
+        f"from nemo_rl import algorithms\n{SETUP}algorithms.grpo.setup(1)\n",
         "calls algorithms.grpo.setup in line 3 through its module",
+    ),
+    "in a function": (
+        f"def main():\n    {SETUP}    setup(1)\nmain()\n",
+        "imports setup in line 2, which is not at its top level",
     ),
     "beside an install of another package": (
         "from rich.traceback import install\nfrom nemo_rl.algorithms import grpo\ngrpo.setup(1)\n",
         "calls grpo.setup in line 3 through its module",
     ),
-    "with everything of a module": (
-        "from nemo_rl.algorithms.grpo import *\nsetup(1)\n",
-        "imports none of setup of nemo_rl.algorithms.grpo",
-    ),
+    "another script": ("import runpy\nrunpy.run_path('run_grpo.py', run_name='__main__')\n", NO_NAME),
+    "another algorithm": ("from nemo_rl.algorithms.sft import setup\nsetup(1)\n", NO_NAME),
+    "with everything of a module": ("from nemo_rl.algorithms.grpo import *\nsetup(1)\n", NO_NAME),
 }
 
 
@@ -167,34 +139,27 @@ def test_a_script_that_would_go_round_the_wrapper_is_not_started(script, capsys,
     assert printed.out == ""
 
 
+BY_NAME = "def run():\n    from nemo_rl.algorithms.grpo import setup\n    setup(1)\n"
 HELPERS = {
-    "by name": (
-        "import helpers\n",
-        "def run():\n    from nemo_rl.algorithms.grpo import setup\n    setup(1)\n",
-        "setup",
-    ),
+    "by name": (f"import helpers\n{SETUP}", BY_NAME, "setup"),
     "through the module": (
-        "from helpers import run\n",
+        f"{SETUP}from helpers import run\n",
         "from nemo_rl.algorithms import ppo\nppo.setup(1)\n",
         "ppo.setup",
     ),
-    "a package": ("from tools import *\n", "from . import helpers\n", "setup"),
+    "of a package": (f"{SETUP}from tools import *\n", BY_NAME, "setup"),
 }
 
 
-@pytest.mark.parametrize("position", [0, 1], ids=["before setup", "after setup"])
-@pytest.mark.parametrize(("statement", "text", "name"), HELPERS.values(), ids=HELPERS)
-def test_a_module_of_the_script_that_names_setup(script, capsys, statement, text, name, position):
+@pytest.mark.parametrize(("text", "helper", "name"), HELPERS.values(), ids=HELPERS)
+def test_a_module_of_the_script_that_names_setup(script, capsys, text, helper, name):
     folder = script.parent
-    if "tools" in statement:
+    if "tools" in text:
         folder = folder / "tools"
         folder.mkdir()
-        (folder / "__init__.py").write_text(text, encoding="utf-8")
-        text = HELPERS["by name"][1]
-    (folder / "helpers.py").write_text(text, encoding="utf-8")
-    statements = ["from nemo_rl.algorithms.grpo import setup\n"]
-    statements.insert(position, statement)
-    script.write_text("".join(statements), encoding="utf-8")
+        (folder / "__init__.py").write_text("from . import helpers\n", encoding="utf-8")
+    (folder / "helpers.py").write_text(helper, encoding="utf-8")
+    script.write_text(text, encoding="utf-8")
     assert main(["run", str(script), "{}"]) == 2
     assert f"imports helpers.py, which names NeMo-RL's {name} in line " in capsys.readouterr().err
 
@@ -207,17 +172,8 @@ IMPORTS = (
     "from nemo_rl.algorithms.grpo import MasterConfig, setup as begin\n"
 )
 OWN_SCRIPTS = {
-    "no main block": (f"policy, _, loss, *_ = begin({BUILD})\n" + PRINT, "GeomaskPolicy"),
     "in a table": (
         f"TRAINERS = {{'grpo': begin}}\npolicy, _, loss, *_ = TRAINERS['grpo']({BUILD})\n" + PRINT,
-        "GeomaskPolicy",
-    ),
-    "as a default": (
-        f"def main(setup=begin):\n    return setup({BUILD})\npolicy, _, loss, *_ = main()\n" + PRINT,
-        "GeomaskPolicy",
-    ),
-    "of a class": (
-        f"class Trainer:\n    setup = staticmethod(begin)\npolicy, _, loss, *_ = Trainer.setup({BUILD})\n" + PRINT,
         "GeomaskPolicy",
     ),
     "in part": (
@@ -284,16 +240,6 @@ def test_annotations_are_what_the_script_makes_them(script, capsys, future):
     assert capsys.readouterr().out == expected
 
 
-def test_a_script_that_wraps_setup_itself_may_call_it_anywhere(script, capsys):
-    text = SCRIPT.replace("def main():\n", "def main():\n    from nemo_geomask.hosts.nemo_rl import with_geomask\n")
-    text = text.replace("setup(MasterConfig", "with_geomask(setup)(MasterConfig").replace(
-        "    main()\n", "    pass\nmain()"
-    )
-    script.write_text(text, encoding="utf-8")
-    assert main(["run", str(script), '{"name": "gspo"}']) == 0
-    assert json.loads(capsys.readouterr().out)["loss"] == "PolicyLoss"
-
-
 def test_a_script_that_never_calls_setup_does_not_end_well(script, capsys):
     for end in ("", "; sys.exit()", "; sys.exit(0)"):
         script.write_text(SCRIPT.replace("    main()\n", f"    print('trained'){end}\n"), encoding="utf-8")
@@ -301,38 +247,26 @@ def test_a_script_that_never_calls_setup_does_not_end_well(script, capsys):
         assert "ended without calling the setup that nemo_geomask wrapped" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("end", ["main(); sys.exit(0)", "sys.exit(main())"])
-def test_a_script_that_exits_after_its_training_ends_well(script, end):
+@pytest.mark.parametrize(
+    ("end", "argument", "code"),
+    [
+        ("main(); sys.exit(0)", '{"name": "gspo"}', 0),
+        ("sys.exit(main())", '{"name": "gspo"}', None),
+        ("sys.exit(0)", "--help", 0),
+        ("raise SystemExit(7)", "{}", 7),
+    ],
+)
+def test_a_scripts_own_exit_is_kept(script, end, argument, code):
     script.write_text(SCRIPT.replace("    main()\n", f"    {end}\n"), encoding="utf-8")
     with pytest.raises(SystemExit) as caught:
-        main(["run", str(script), '{"name": "gspo"}'])
-    assert not caught.value.code
+        main(["run", str(script), argument])
+    assert caught.value.code == code
 
 
-def test_the_help_of_a_script_is_not_an_error(script):
-    script.write_text(SCRIPT.replace("    main()\n", "    sys.exit(0)\n"), encoding="utf-8")
-    with pytest.raises(SystemExit) as caught:
-        main(["run", str(script), "--help"])
-    assert not caught.value.code
-
-
-def test_a_requirement_of_nemo_rl_that_is_missing_ends_in_one_line(tmp_path):
-    pytest.importorskip("omegaconf", reason="reading a recipe needs omegaconf")
-    folder = fake_tree.write(tmp_path) / "nemo_rl" / "algorithms" / "loss"
-    source = folder / "loss_functions.py"
-    source.write_text("import no_such_package\n" + source.read_text(encoding="utf-8"), encoding="utf-8")
-    path, recipe = tmp_path / "train.py", tmp_path / "recipe.yaml"
-    path.write_text(SCRIPT, encoding="utf-8")
-    recipe.write_text("loss_fn: {name: gspo, token_level_loss: false}\n", encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "nemo_geomask.cli", "run", str(path), "--config", str(recipe)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        timeout=500,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith(
-        f"nemo-geomask: error: NeMo-RL ({tmp_path / 'nemo_rl'}) needs no_such_package, which "
-    )
-    assert "nemo-geomask doctor" in done.stderr
+def test_a_requirement_of_nemo_rl_that_is_missing_is_named(host, tmp_path):
+    host()
+    (tmp_path / "nemo_rl" / "needy.py").write_text("import no_such_package", encoding="utf-8")
+    with pytest.raises(
+        MissingDependencyError, match=r"NeMo-RL \(.*\) needs no_such_package, which .*nemo-geomask doctor"
+    ):
+        import_nemo_rl("nemo_rl.needy")

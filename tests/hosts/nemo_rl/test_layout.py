@@ -7,13 +7,14 @@ import shutil
 import pytest
 
 from nemo_geomask.cli import main
-from nemo_geomask.hosts.nemo_rl import host_api, worker_setup
+from nemo_geomask.hosts.nemo_rl.source_layout import compare_layout
 from nemo_geomask.recipe import nemo_rl_root
 from tests.helpers.nemo_rl import fake_tree
 
 WORKERS = "nemo_rl.models.policy.workers"
 MEGATRON = f"{WORKERS}.megatron_policy_worker.MegatronPolicyWorker"
 LOSS = "algorithms/loss/loss_functions.py"
+LOSS_NAME = "loss.loss_functions.ClippedPGLossFn"
 POLICY = "models/policy/lm_policy.py"
 
 
@@ -31,12 +32,11 @@ def package(request, tmp_path):
 
 
 def differences(package):
-    states = host_api.compare_layout(package, worker_setup.receives_loss)
-    return {state.api: state.difference for state in states if state.difference}
+    return {state.api: state.difference for state in compare_layout(package) if state.difference}
 
 
 def new(package):
-    return [state.api for state in host_api.compare_layout(package, worker_setup.receives_loss) if state.is_new]
+    return [state.api for state in compare_layout(package) if state.is_new]
 
 
 def replace(package, old, new, *paths):
@@ -76,14 +76,11 @@ def test_a_worker_that_would_not_be_prepared_is_a_problem(package):
     }
 
 
-def test_a_worker_that_nemo_rl_itself_does_not_find(package):
-    (package / "models/policy/workers/megatron_policy_worker.py").unlink()
-    assert differences(package)[f"worker {MEGATRON}"] == "is not defined there"
-
-
-def test_a_worker_that_the_policy_no_longer_starts(package):
+def test_a_worker_that_the_policy_no_longer_starts_or_that_is_gone(package):
     replace(package, f'"{MEGATRON}"', "worker_of(config)", POLICY)
     assert differences(package) == {f"worker {MEGATRON}": "nemo_rl.models.policy.lm_policy does not name it"}
+    (package / "models/policy/workers/megatron_policy_worker.py").unlink()
+    assert differences(package)[f"worker {MEGATRON}"] == "is not defined there"
 
 
 @pytest.mark.parametrize("key", ["prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "token_mask"])
@@ -95,20 +92,16 @@ def test_a_renamed_key_is_named_with_the_one_that_replaced_it(package, key):
         assert found[f"keys of a batch in nemo_rl.{place}"] == message
 
 
-def test_a_key_that_only_the_logs_still_have(package):
-    replace(package, '"generation_logprobs"', '"sampler_logprobs"', LOSS)
-    assert list(differences(package)) == ["keys of a batch in nemo_rl.algorithms.loss.loss_functions.ClippedPGLossFn"]
-
-
-def test_the_key_that_the_worker_writes(package):
+def test_a_key_or_a_module_that_is_gone_is_named_where_it_was(package):
+    replace(package, '"generation_logprobs"', '"sampler_logprobs"', LOSS)  # the trainers' logs still have it
     replace(package, '"curr_logprobs_unfiltered"', '"curr_logprobs_raw"', "algorithms/loss/utils.py")
-    (message,) = differences(package).values()
-    assert message.startswith("'curr_logprobs_unfiltered' is not mentioned")
-
-
-def test_a_module_that_is_gone(package):
     (package / "algorithms/grpo.py").unlink()
-    assert differences(package) == {"keys of a batch in nemo_rl.algorithms.grpo": "there is no such module"}
+    loss, utils, grpo = (f"keys of a batch in nemo_rl.algorithms.{name}" for name in (LOSS_NAME, "loss.utils", "grpo"))
+    found = differences(package)
+    assert found.keys() == {loss, utils, grpo}
+    assert found[loss].startswith("'generation_logprobs' is not mentioned")
+    assert found[utils].startswith("'curr_logprobs_unfiltered' is not mentioned")
+    assert found[grpo] == "there is no such module"
 
 
 def test_the_doctor_reports_them(host, tmp_path, capsys):

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from nemo_geomask import build_loss
-from nemo_geomask.hosts.nemo_rl.packed_microbatch import loss_by_sequence
 from tests.helpers import batches, golden
 
 pytest.importorskip("nemo_rl.algorithms.loss.interfaces", reason="NeMo-RL is not importable here")
@@ -97,20 +96,12 @@ def large(width: int = 4096) -> batches.Batch:
     return batches.rollouts(11, width=width, offsets=offsets, mismatch=0.02, staleness=0.15)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, 2, "long rows"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_equals_nemo_rl(name, seed):
-    batch = batches.rollouts(seed, mismatch=0.03 + 0.1 * seed, staleness=0.1 + 0.3 * seed)
-    config = CONFIGS[name]
-    reference = evaluate(theirs(config), batch)
-    compare(evaluate(ours(config), batch), reference, skip=skipped(config, batch))
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_equals_nemo_rl_on_long_rows(name):
-    batch, config = large(), CONFIGS[name]
-    reference = evaluate(theirs(config), batch)
-    compare(evaluate(ours(config), batch), reference, skip=skipped(config, batch))
+    mismatch = {} if seed == "long rows" else {"mismatch": 0.03 + 0.1 * seed, "staleness": 0.1 + 0.3 * seed}
+    batch, config = batches.rollouts(seed, **mismatch) if mismatch else large(), CONFIGS[name]
+    compare(evaluate(ours(config), batch), evaluate(theirs(config), batch), skip=skipped(config, batch))
 
 
 @pytest.mark.skipif(OLD, reason="v0.6.0 has another KL gradient")
@@ -221,40 +212,21 @@ class TestPackingWrapper:
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         flat = torch.cat([logits[row, : lengths[row]] for row in range(8)]).unsqueeze(0)
 
-        def run(
-            loss_fn: Any, call: Any = wrapper.SequencePackingLossWrapper.__call__
-        ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+        def run(loss_fn: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
             leaf = flat.clone().requires_grad_()
             wrapped = wrapper.SequencePackingLossWrapper(loss_fn, utils.prepare_loss_input, cu_seqlens_q=starts)
             counts = torch.tensor(batch.seqs), torch.tensor(toks)
-            loss, metrics = call(wrapped, leaf, BatchedDataDict(data), *counts)
+            loss, metrics = wrapped(leaf, BatchedDataDict(data), *counts)
             loss.backward()
             return loss.detach(), leaf.grad, metrics
 
-        return run, batches.Batch(own, data, batch.seqs, toks)
+        return run
 
     @pytest.mark.parametrize("name", [n for n in CONFIGS if n in ("default", "gspo_is", "seq_mask_tis", "everything")])
     def test_same_as_around_nemo_rls_loss(self, packed, name):
-        run, _ = packed
-        (loss, grad, metrics), reference = run(ours(CONFIGS[name])), run(theirs(CONFIGS[name]))
+        (loss, grad, metrics), reference = packed(ours(CONFIGS[name])), packed(theirs(CONFIGS[name]))
         torch.testing.assert_close(loss, reference[0], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(grad, reference[1], rtol=1e-5, atol=1e-6)
         for key, value in reference[2].items():
             if not (OLD and key == "is_oob_ratio"):
                 assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
-
-    @pytest.mark.parametrize("name", ["gspo", "gspo_token", "gmpo", "sapo"])
-    def test_packed_equals_padded(self, packed, name):
-        run, batch = packed
-        config = {
-            "name": name,
-            "use_importance_sampling_correction": True,
-            "is_correction_level": "sequence_mean",
-            "masks": [batches.MASKS["geometric"], batches.MASKS["opsm"]],
-        }
-        # As in a prepared worker: by itself the wrapper adds up whatever it does not know, largest values too.
-        loss, _, metrics = run(build_loss(config), loss_by_sequence)
-        padded = batches.evaluate(config, batch)
-        torch.testing.assert_close(loss, padded.loss, rtol=1e-5, atol=1e-6)
-        for key, value in padded.metrics.items():
-            assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key

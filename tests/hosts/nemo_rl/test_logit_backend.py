@@ -1,8 +1,7 @@
 """Our losses under NeMo-RL's own loss code for Megatron and DTensor workers, TP × CP processes over gloo: in a worker
 that is prepared against one that is not, by loss, metrics and the gradient of each rank's logits."""
 
-import importlib.abc
-import importlib.machinery
+import importlib
 import pickle
 import sys
 import types
@@ -21,6 +20,7 @@ from nemo_geomask.hosts.nemo_rl.forward_logprobs import forward_logprobs
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.parallel.local_processes import run_ranks
 from nemo_geomask.records.flight import CURR_KNOWN_KEY
+from tests.helpers.nemo_rl.absent_library import AbsentLibrary
 
 pytest.importorskip("nemo_rl.algorithms.loss.loss_functions", reason="NeMo-RL is not importable here")
 
@@ -30,58 +30,20 @@ VOCAB, WIDTH = 48, 24
 LENGTHS = (24, 9, 17, 2)
 KL = {"reference_policy_kl_penalty": 0.02}
 CORRECTED = {"use_importance_sampling_correction": True, **KL}
+SEQUENCE_RATIO = {"sequence_level_importance_ratios": True}
+POSITIVE = {"positive_example_nll_weight": 0.2, "positive_example_nll_normalization": "loss"}
+SEQUENCES = {"is_correction_level": "sequence_mean", **CORRECTED}
+TIS = {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 1.5}
+MASKS = [{"preset": "geometric", "min": 0.9, "max": 1.15}, {"preset": "opsm", "delta": 0.05}]
 CONFIGS = {
     "default": {"name": "clipped_pg", **KL},
-    "dual_clip_tis": {
-        "name": "clipped_pg",
-        "ratio_clip_c": 1.3,
-        "truncated_importance_sampling_type": "tis",
-        "truncated_importance_sampling_ratio": 1.5,
-        **CORRECTED,
-    },
-    "sequence_ratio": {
-        "name": "clipped_pg",
-        "sequence_level_importance_ratios": True,
-        "token_level_loss": False,
-        **CORRECTED,
-    },
-    "gspo": {
-        "name": "gspo",
-        "ratio_clip_min": 0.02,
-        "ratio_clip_max": 0.02,
-        "is_correction_level": "sequence_mean",
-        "masks": [{"preset": "geometric", "min": 0.9, "max": 1.15}, {"preset": "opsm", "delta": 0.05}],
-        **CORRECTED,
-    },
-    "filtered": {
-        "name": "gspo",
-        "positive_example_nll_weight": 0.2,
-        "positive_example_nll_normalization": "loss",
-        **KL,
-    },
+    "dual_clip_tis": {"name": "clipped_pg", "ratio_clip_c": 1.3, **TIS, **CORRECTED},
+    "sequence_ratio": {"name": "clipped_pg", "token_level_loss": False, **SEQUENCE_RATIO, **CORRECTED},
+    "gspo": {"name": "gspo", "ratio_clip_min": 0.02, "ratio_clip_max": 0.02, "masks": MASKS, **SEQUENCES},
+    "filtered": {"name": "gspo", **POSITIVE, **KL},
 }
 # NeMo-RL's own class knows the flags of these.
 OF_NEMO_RL = ("default", "dual_clip_tis", "sequence_ratio")
-
-
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A library of which the loss path needs nothing: empty modules whose attributes are mocks."""
-
-    def __init__(self, library):
-        self._library = library
-
-    def find_spec(self, name, path=None, target=None):
-        if not f"{name}.".startswith(f"{self._library}."):
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = lambda name: mock.MagicMock(name=name)
-        return module
-
-    def exec_module(self, module):
-        pass
 
 
 def worker(module, *without):
@@ -99,7 +61,7 @@ def worker(module, *without):
         try:
             importlib.import_module(library)
         except ImportError:
-            sys.meta_path.append(_Absent(library))
+            sys.meta_path.append(AbsentLibrary(library, lambda name: mock.MagicMock(name=name)))
     return importlib.import_module(module)
 
 

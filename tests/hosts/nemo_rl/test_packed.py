@@ -165,25 +165,18 @@ def test_given_log_probs_are_taken_at_once(name):
         assert_same_metrics(metrics, others)
 
 
-def test_log_probs_of_a_fused_linear_layer_end_one_before_the_padding():
-    batch, data, lengths, starts, values = case()
-    given = wrapper(build_loss(RICH), by_row, lengths, starts)
-    whole, short = (
-        packed_microbatch.loss_by_sequence(given, row, data, torch.tensor(batch.seqs), torch.tensor(batch.toks))
-        for row in (values, values[:, :-1])
-    )
-    assert float(short[0]) == float(whole[0])
-    assert dict(short[1]) == dict(whole[1])
-
-
 def test_what_lies_behind_the_last_sequence_is_nobodys():
     batch, data, lengths, starts, values = case()
-    given = wrapper(build_loss(RICH), by_row, lengths, starts)
-    whole, long = (
-        packed_microbatch.loss_by_sequence(given, row, data, torch.tensor(batch.seqs), torch.tensor(batch.toks))
-        for row in (values, torch.cat([values, torch.full((1, 7), torch.nan)], dim=1))
-    )
-    assert float(long[0]) == float(whole[0])
+    wrapped = wrapper(build_loss(RICH), by_row, lengths, starts)
+    rows = [values, torch.cat([values, torch.full((1, 7), torch.nan)], dim=1)]
+    rows.append(values[:, :-1])  # where log-probs of a fused linear layer end, one before the padding
+    results = [
+        packed_microbatch.loss_by_sequence(wrapped, row, data, torch.tensor(batch.seqs), torch.tensor(batch.toks))
+        for row in rows
+    ]
+    for loss, metrics in results[1:]:
+        assert float(loss) == float(results[0][0])
+        assert dict(metrics) == dict(results[0][1])
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -151,8 +151,9 @@ def check(done, tmp_path, *, steps=2):
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_grpo(recipe, tmp_path, trainer):
-    check(train(trainer, recipe, tmp_path, *GSPO, recorded(tmp_path)), tmp_path)
+def test_batches_below_the_veto_are_trained_on_and_recorded(recipe, tmp_path, trainer):
+    check(train(trainer, recipe, tmp_path, *GSPO, recorded(tmp_path), "++loss_fn.batch_veto={max:10.0}"), tmp_path)
+    assert logged(tmp_path, "geomask/batch_vetoed") == [0.0, 0.0]
     ages = records(tmp_path)
     assert ages[1] == {0}
     assert ages[2] == {0} if trainer in ("sync", "data plane") else ages[2] <= {0, 1}
@@ -234,31 +235,11 @@ def test_a_sample_is_audited(recipe, tmp_path, trainer):
     assert not logged(tmp_path, "geomask/mismatch_k3")
 
 
-def test_a_mask_on_the_mismatch_has_them_computed(recipe, tmp_path):
-    anchored = [word for word in GSPO if "is_correction_level" not in word]
-    check(train("sync", recipe, tmp_path, *anchored, "++loss_fn.ratio_anchor=gen"), tmp_path)
-    assert [line["rows"] for line in hosts.lines(tmp_path / "scored.jsonl")] == [16, 16]
-
-
-def test_what_reads_them_is_an_error_before_anything_starts(recipe, tmp_path):
-    anchored = ["++loss_fn.name=clipped_pg", "++loss_fn.ratio_anchor=gen", "grpo.seq_logprob_error_threshold=1.5"]
-    done = train("sync", recipe, tmp_path, *anchored)
-    assert done.returncode == 2
-    assert "grpo.seq_logprob_error_threshold: 1.5 masks sequences by prev_logprobs" in done.stderr
-
-
 @pytest.mark.parametrize("trainer", ["sync", "single controller"])
 def test_vetoes_in_a_row_end_the_run(recipe, tmp_path, trainer):
     done = train(trainer, recipe, tmp_path, *GSPO, "++loss_fn.batch_veto={max:1e-9,max_in_a_row:1}")
     assert done.returncode != 0
     assert "loss_fn.batch_veto: 2 batches in a row" in done.stderr
-
-
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_batches_below_the_veto_are_trained_on(recipe, tmp_path, trainer):
-    done = train(trainer, recipe, tmp_path, *GSPO, "++loss_fn.batch_veto={max:10.0}")
-    check(done, tmp_path)
-    assert logged(tmp_path, "geomask/batch_vetoed") == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -284,20 +265,11 @@ def test_without_a_name_nemo_rls_own_loss_trains(recipe, tmp_path):
     assert "loss_fn.name is not set: NeMo-RL's own ClippedPGLossFn" in done.stderr
 
 
-def test_nemo_rls_own_gate_still_holds(recipe, tmp_path):
-    hosts.require("nemo_rl.algorithms.grpo")
-    corrected = "loss_fn.use_importance_sampling_correction=true"
-    plain = [word for word in GSPO if word != corrected and "is_correction_level" not in word]
-    done = run(tmp_path, "run_grpo.py", recipe("grpo_math_1B.yaml", "grpo"), *plain, *ASYNC)
-    assert done.returncode == 1
-    assert "Importance sampling correction must be enabled for async GRPO" in done.stderr
-
-
-def ppo(recipe, tmp_path, *overrides):
+def ppo(recipe, tmp_path, *overrides, loss=GSPO):
     hosts.require("nemo_rl.algorithms.ppo")
     rest = ["ppo.val_at_start=false", "ppo.ppo_epochs=2", "ppo.reward_shaping.enabled=false"]
     config = recipe("ppo_math_1B.yaml", "ppo")
-    return run(tmp_path, "run_ppo.py", config, *GSPO, *rest, *overrides, modules="nemo_rl.algorithms.ppo")
+    return run(tmp_path, "run_ppo.py", config, *loss, *rest, *overrides, modules="nemo_rl.algorithms.ppo")
 
 
 def test_ppo(recipe, tmp_path):
@@ -306,11 +278,7 @@ def test_ppo(recipe, tmp_path):
 
 
 def test_ppo_without_a_forward_pass_for_prev(recipe, tmp_path):
-    hosts.require("nemo_rl.algorithms.ppo")
-    rest = ["ppo.val_at_start=false", "ppo.ppo_epochs=2", "ppo.reward_shaping.enabled=false"]
-    anchored = ["++loss_fn.name=clipped_pg", "++loss_fn.ratio_anchor=gen"]
-    config = recipe("ppo_math_1B.yaml", "ppo")
-    done = run(tmp_path, "run_ppo.py", config, *anchored, *rest, modules="nemo_rl.algorithms.ppo")
+    done = ppo(recipe, tmp_path, loss=["++loss_fn.name=clipped_pg", "++loss_fn.ratio_anchor=gen"])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert len(hosts.lines(tmp_path / "train.jsonl")) >= 4
     assert not (tmp_path / "scored.jsonl").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import pickle
 import sys
 import types
@@ -12,9 +11,9 @@ import pytest
 import torch
 
 from nemo_geomask import build_loss
-from nemo_geomask.hosts.nemo_rl import HostAPIError, WorkerError, prepare_worker, uninstall, worker_hooks
+from nemo_geomask.hosts.nemo_rl import HostAPIError, WorkerError, prepare_worker, uninstall
 from nemo_geomask.hosts.nemo_rl.hidden_states import OutputLayer
-from nemo_geomask.hosts.nemo_rl.host_patches import HOST_PATCHES
+from nemo_geomask.hosts.nemo_rl.host_patches import needs_preparation
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
 from nemo_geomask.hosts.nemo_rl.patch import in_force
 
@@ -35,23 +34,14 @@ def test_preparing_is_explicit_idempotent_and_undone(host):
     # A loss that arrives changes nothing.
     for loss in (build_loss({}), LogitLoss(build_loss({"logprob_backend": "geomask"}))):
         pickle.loads(pickle.dumps(loss))
+    for backend in ("nemo_rl", "mcore", "geomask", "geomask_linear"):
+        assert prepare_worker(backends=(backend,), has_packed_rows=False)
     assert packing_calls() == before
-    for _ in range(2):
+    for _ in range(2):  # for rows that are packed later in the same process
         assert prepare_worker()
         assert {name: call.__wrapped__ for name, call in packing_calls().items()} == before
     uninstall()
     assert packing_calls() == before
-
-
-@pytest.mark.parametrize("backend", ["nemo_rl", "mcore", "geomask", "geomask_linear"])
-def test_the_packing_wrappers_are_replaced_only_for_packed_rows(host, backend):
-    host()
-    before = packing_calls()
-    assert prepare_worker(backends=(backend,), has_packed_rows=False)
-    assert packing_calls() == before
-    # Rows that are packed later in the same process.
-    assert prepare_worker(backends=(backend,))
-    assert {name: call.__wrapped__ for name, call in packing_calls().items()} == before
 
 
 @pytest.mark.parametrize(
@@ -68,7 +58,7 @@ def test_the_packing_wrappers_are_replaced_only_for_packed_rows(host, backend):
 )
 def test_which_losses_need_a_prepared_worker(settings, has_packed_rows, expected):
     config = build_loss(settings).config
-    assert worker_hooks.needs_preparation(config, has_packed_rows=has_packed_rows) is expected
+    assert needs_preparation(config, has_packed_rows=has_packed_rows) is expected
 
 
 def test_other_losses_are_not_affected(host):
@@ -143,31 +133,11 @@ def test_methods_that_came_by_value_are_prepared_too(host):
     assert actor.train([3]) == ("3", "post-processor")
 
 
-def test_hidden_states_are_requested_only_for_the_linear_back_end(host):
+def test_a_model_forward_of_another_form_is_an_error_for_the_linear_back_end(host):
     host()
-    train = importlib.import_module("nemo_rl.models.megatron.train")
-    names = ("forward_with_post_processing_fn", "model_forward")
-    before = {name: getattr(train, name) for name in names}, train.LogprobsPostProcessor.__call__
-    for backend in ("nemo_rl", "mcore", "te", "geomask"):
-        prepare_worker(backends=(backend,))
-        assert ({name: getattr(train, name) for name in names}, train.LogprobsPostProcessor.__call__) == before
-    prepare_worker(backends=("geomask_linear",))
-    assert {name: getattr(train, name).__wrapped__ for name in names} == before[0]
-    uninstall()
-    assert ({name: getattr(train, name) for name in names}, train.LogprobsPostProcessor.__call__) == before
-    train.model_forward = lambda batch: batch
+    importlib.import_module("nemo_rl.models.megatron.train").model_forward = lambda batch: batch
     with pytest.raises(HostAPIError, match=r"model_forward takes \(batch\).*Set loss_fn.logprob_backend: geomask,"):
         prepare_worker(backends=("geomask_linear",))
-
-
-def test_every_replaced_attribute_has_its_reason():
-    assert len({str(row) for row in HOST_PATCHES}) == len(HOST_PATCHES)
-    for row in HOST_PATCHES:
-        assert row.reason, row
-        assert row.upstream_change, row
-        assert row.versions == "all" or row.versions.startswith("v"), row
-        assert [row.process == "driver", row.condition == "asynchronous record"].count(True) in (0, 2), row
-        assert len(inspect.signature(row.wrap).parameters) == 2, row
 
 
 def test_forward_passes_take_our_kernels_where_a_loss_does(host):
@@ -205,15 +175,6 @@ def test_forward_passes_take_our_kernels_where_a_loss_does(host):
         assert not in_force(packing_wrappers().SequencePackingLossWrapper, "__call__")
 
 
-def test_classes_that_are_gone_are_an_error_where_forward_passes_need_them(host):
-    host()
-    module = importlib.import_module("nemo_rl.distributed.model_utils")
-    del module.DistributedLogprob, module.ChunkedDistributedLogprob
-    with pytest.raises(HostAPIError, match=r"DistributedLogprob\.forward is not defined"):
-        prepare_worker()
-    assert prepare_worker(backends=("mcore",))
-
-
 def test_a_forward_pass_with_an_unknown_argument_stays_nemo_rls(host):
     host()
     module = importlib.import_module("nemo_rl.distributed.model_utils")
@@ -233,17 +194,14 @@ def test_without_nemo_rl_there_is_nothing_to_prepare(host, monkeypatch):
     assert not prepare_worker()
 
 
-def test_wrappers_that_are_gone_are_an_error_where_a_loss_takes_logits(host):
-    host()
-    for name in WRAPPERS:
-        delattr(packing_wrappers(), name)
-    with pytest.raises(HostAPIError, match=r"SequencePackingLossWrapper\.__call__ is not defined"):
-        prepare_worker(backends=("mcore",))
-    assert not prepare_worker(backends=("nemo_rl",))
-
-
 def test_unknown_code_is_an_error_where_a_loss_takes_logits(host, caplog):
     host(version="9.9")
+    module = importlib.import_module("nemo_rl.distributed.model_utils")
+    del module.DistributedLogprob, module.ChunkedDistributedLogprob
+    with pytest.raises(HostAPIError, match=r"DistributedLogprob\.forward is not defined"):
+        prepare_worker()
+    assert prepare_worker(backends=("mcore",))
+    uninstall()
     del packing_wrappers().SequencePackingFusionLossWrapper.__call__
     wrapper = packing_wrappers().SequencePackingLossWrapper
     before = wrapper.__call__

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import nemo_geomask
-from nemo_geomask.hosts.nemo_rl import WorkerError, environment_probe, with_geomask, worker_setup
+from nemo_geomask.hosts.nemo_rl import WorkerError, environment_probe, host_api, with_geomask, worker_setup
 
 MEGATRON = {"megatron_cfg": {"enabled": True}}
 DTENSOR = {"dtensor_cfg": {"enabled": True}}
@@ -55,17 +55,14 @@ def nemo_rl(host):
     return run
 
 
-def test_the_environment_of_the_policys_workers_is_asked_before_setup(nemo_rl, environments):
+def test_the_environment_of_the_policys_workers_is_asked_before_setup(nemo_rl, environments, monkeypatch):
     nemo_rl({"name": "gspo"}, {**MEGATRON, "megatron_cfg": {"enabled": True, "env_vars": {"PYTHONPATH": "/p"}}})
     ((runtime_env, payload),) = environments.asked
     assert runtime_env == {"py_executable": "/venv/bin/python", "env_vars": {"PYTHONPATH": "/p"}}
     assert pickle.loads(payload).config.name == "gspo"
-
-
-def test_the_drivers_own_path_goes_with_it(nemo_rl, environments, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
     nemo_rl({"name": "gspo"}, MEGATRON)
-    assert environments.asked[0][0]["env_vars"] == {"PYTHONPATH": "/mine"}
+    assert environments.asked[1][0]["env_vars"] == {"PYTHONPATH": "/mine"}
 
 
 def test_an_environment_that_is_yet_to_be_built_is_asked_when_its_workers_run(nemo_rl, environments):
@@ -104,7 +101,7 @@ def test_without_a_name_no_environment_and_no_worker_is_asked(nemo_rl, environme
     ],
 )
 def test_workers_that_receive_the_loss(worker_class, receives):
-    assert worker_setup.receives_loss(worker_class) is receives
+    assert host_api.receives_loss(worker_class) is receives
 
 
 PROBLEMS = {

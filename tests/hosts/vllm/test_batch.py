@@ -165,7 +165,9 @@ RESHAPED = [
 
 
 @pytest.mark.parametrize("settings", RESHAPED, ids=lambda settings: next(iter(settings)))
-def test_raw_logprobs_are_refused_where_the_sampled_distribution_is_another(settings):
+def test_raw_logprobs_are_refused_only_where_the_sampled_distribution_is_another(settings):
+    plain = vllm.SamplingParams(logprobs=3, temperature=1.0, top_k=-1, top_p=1.0, seed=4, max_tokens=9)
+    assert batch(request(completion([4])), params=plain, mode="raw_logprobs")["sample_mask"].item() == 1
     params = vllm.SamplingParams(logprobs=0, **settings)
     name = next(iter(settings))
     with pytest.raises(
@@ -173,11 +175,6 @@ def test_raw_logprobs_are_refused_where_the_sampled_distribution_is_another(sett
     ):
         batch(request(completion([4])), params=params, mode="raw_logprobs")
     assert batch(request(completion([4])), params=params)["sample_mask"].item() == 1
-
-
-def test_raw_logprobs_are_taken_where_nothing_reshapes_them():
-    for params in (PARAMS, vllm.SamplingParams(logprobs=3, temperature=1.0, top_k=-1, top_p=1.0, seed=4, max_tokens=9)):
-        assert batch(request(completion([4])), params=params, mode="raw_logprobs")["sample_mask"].item() == 1
 
 
 def test_every_requests_parameters_are_looked_at():

@@ -54,7 +54,7 @@ def prestep_metrics():
 
 def environment_metrics():
     """Return the metrics of environments, by their names in the code, with ``<name>`` for an environment's."""
-    code = (ROOT / "hosts" / "nemo_rl" / "logged_environments.py").read_text(encoding="utf-8")
+    code = (ROOT / "hosts" / "nemo_rl" / "loop_values.py").read_text(encoding="utf-8")
     return {name.replace("{name}", "<name>") for name in re.findall(r'f"(geomask/[^"]+)"', code)}
 
 

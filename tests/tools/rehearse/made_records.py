@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from nemo_geomask.records.writer import StepRows, write_step
+from nemo_geomask.records.step_table import StepRows
+from nemo_geomask.records.writer import write_step
 
 PROMPT, RESPONSE = 3, 14
 

@@ -1,4 +1,4 @@
-"""Progress bars: on a terminal only, after a delay, with the time left, and gone at the end."""
+"""Progress bars: on a terminal only, with the time left, and gone at the end."""
 
 import os
 import pty
@@ -38,42 +38,34 @@ class Terminal:
         return b"".join(self._chunks).decode()
 
 
-def test_items_and_their_order_are_kept():
-    with Terminal() as terminal:
-        assert list(track(iter("abc"), 3, "reading", delay=0.0, stream=terminal.stream)) == ["a", "b", "c"]
-
-
-def test_a_terminal_shows_what_is_done_and_what_is_left(monkeypatch):
-    pytest.importorskip("rich")
-    monkeypatch.setenv("TERM", "xterm")
-    with Terminal() as terminal:
-        for _ in track(range(4), 4, "reading files", delay=0.0, stream=terminal.stream):
-            pass
-    assert "reading files" in terminal.text
-    assert "4/4" in terminal.text
-    assert terminal.text.endswith("\x1b[2K")  # the line is erased
-
-
-def test_no_color_is_respected(monkeypatch):
-    pytest.importorskip("rich")
+def tracked(items, total, monkeypatch):
+    """Items that were tracked, and what a terminal showed meanwhile."""
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("NO_COLOR", "1")
     with Terminal() as terminal:
-        list(track(range(4), 4, "reading files", delay=0.0, stream=terminal.stream))
-    assert "reading files" in terminal.text
-    assert "\x1b[3" not in terminal.text  # no colour
+        monkeypatch.setattr(sys, "__stderr__", terminal.stream)
+        seen = list(track(items, total, "reading files"))
+    return seen, terminal.text
 
 
-def test_work_of_a_moment_shows_nothing():
-    with Terminal() as terminal:
-        assert list(track(range(3), 3, "reading", stream=terminal.stream)) == [0, 1, 2]
-    assert terminal.text == ""
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_a_terminal_shows_what_is_done_and_the_line_is_erased(monkeypatch, no_color):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    seen, text = tracked(iter("abcd"), 4, monkeypatch)
+    assert seen == ["a", "b", "c", "d"]
+    assert "reading files" in text
+    assert "100%" in text
+    assert text.endswith("\x1b[2K")
+    assert ("\x1b[3" in text) == (not no_color)
 
 
-def test_a_file_gets_nothing(tmp_path):
-    with (tmp_path / "out").open("w+") as file:
-        assert list(track(range(3), 3, "reading", delay=0.0, stream=file)) == [0, 1, 2]
-        assert file.tell() == 0
+def test_what_is_no_terminal_gets_nothing(monkeypatch, tmp_path):
+    for stream in (None, (tmp_path / "out").open("w+")):
+        monkeypatch.setattr(sys, "__stderr__", stream)
+        assert list(track(range(3), 3, "reading")) == [0, 1, 2]
+    assert stream.tell() == 0
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert tracked([0, 1], 2, monkeypatch) == ([0, 1], "")
 
 
 def test_the_bar_goes_away_with_an_error(monkeypatch):
@@ -82,11 +74,12 @@ def test_the_bar_goes_away_with_an_error(monkeypatch):
 
     def items():
         yield 1
-        yield 2
         raise ValueError("broken")
 
-    with Terminal() as terminal, pytest.raises(ValueError, match="broken"):
-        list(track(items(), 3, "reading", delay=0.0, stream=terminal.stream))
+    with Terminal() as terminal:
+        monkeypatch.setattr(sys, "__stderr__", terminal.stream)
+        with pytest.raises(ValueError, match="broken"):
+            list(track(items(), 3, "reading"))
     assert terminal.text.endswith("\x1b[2K")
 
 

@@ -5,39 +5,20 @@ from NeMo-RL's own, and those that still do after ``uninstall()``.
 """
 
 import importlib
-import importlib.abc
-import importlib.machinery
 import json
 import pkgutil
 import sys
 import types
 
 from nemo_geomask import build_loss, install, uninstall
-from nemo_geomask.hosts.nemo_rl import patch, worker_hooks
+from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.hosts.nemo_rl.facts import POLICY
-from nemo_geomask.hosts.nemo_rl.host_patches import HOST_PATCHES, make_patches
+from nemo_geomask.hosts.nemo_rl.host_patches import PATCH_GROUPS, make_patches, needs_preparation, prepare_worker
 from nemo_geomask.hosts.nemo_rl.policies import convert_policy
+from tests.helpers.nemo_rl.absent_library import AbsentLibrary
 
 MISSING = ("megatron.bridge", "nemo_automodel")
 """Libraries of NeMo-RL's workers that may be missing here; what is imported from them are empty classes."""
-
-
-class EmptyLibrary(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path=None, target=None):
-        is_missing = any(f"{name}.".startswith(f"{library}.") for library in MISSING)
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_missing else None
-
-    def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = lambda name: type(name, (), {}) if not name.startswith("__") else raise_missing(name)
-        return module
-
-    def exec_module(self, module):
-        pass
-
-
-def raise_missing(name):
-    raise AttributeError(name)
 
 
 def import_everything():
@@ -87,13 +68,13 @@ def start_driver():
 
 def prepare(backend, has_packed_rows):
     config = build_loss({"name": "gspo", "logprob_backend": backend}).config
-    if worker_hooks.needs_preparation(config, has_packed_rows=has_packed_rows):
-        assert worker_hooks.prepare(backends=(backend,), has_packed_rows=has_packed_rows)
+    if needs_preparation(config, has_packed_rows=has_packed_rows):
+        assert prepare_worker(backends=(backend,), has_packed_rows=has_packed_rows)
 
 
 def apply_all():
     prepare("geomask_linear", True)
-    patch.apply_all(list(make_patches(["asynchronous record"], process="driver")))
+    patch.apply_all(list(make_patches(["asynchronous record"])))
 
 
 CASES = {
@@ -108,10 +89,10 @@ CASES = {
 
 def main():
     sys.modules.pop("megatron.bridge", None)
-    sys.meta_path.append(EmptyLibrary())
+    sys.meta_path += [AbsentLibrary(library, lambda name: type(name, (), {})) for library in MISSING]
     import_everything()
     report = {"modules": sum(name.split(".")[0] == "nemo_rl" for name in sys.modules), "cases": {}}
-    report["listed"] = sorted(str(row) for row in HOST_PATCHES)
+    report["listed"] = [f"{module}.{path}" for group in PATCH_GROUPS.values() for module, path, _ in group.attributes]
     for name, start in CASES.items():
         before = snapshot()
         start()

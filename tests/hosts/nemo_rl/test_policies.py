@@ -1,102 +1,25 @@
-"""``batch_veto`` and ``denominator: kept`` in NeMo-RL's policies, here stand-ins with NeMo-RL's signatures."""
+"""``batch_veto``, ``denominator: kept`` and ``ratio_anchor: gen`` in NeMo-RL's policies, here stand-ins."""
 
 import os
 import pickle
 import subprocess
 import sys
-import types
-from pathlib import Path
 
 import pytest
 import torch
 
 from nemo_geomask import PrestepPass, build_loss
 from nemo_geomask.errors import BatchVetoError, ConfigError, DataError
-from nemo_geomask.hosts.nemo_rl import HostAPIError, policies, uninstall
+from nemo_geomask.hosts.nemo_rl import HostAPIError, build_nemo_rl_loss, policies
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
 from nemo_geomask.hosts.nemo_rl.policies import convert_policy, geomask_class
 from nemo_geomask.losses.policy_loss import PREPARED_KEY
 from tests.helpers.batches import rollouts
+from tests.helpers.nemo_rl.fake_policies import COLUMNS, Batch
 
 GEOMETRIC = [{"preset": "geometric", "min": 0.85, "max": 1.2}]
 KEPT = {"denominator": "kept", "masks": GEOMETRIC}
 VETO = {"batch_veto": {"max": 1e-9, "max_in_a_row": 1}}
-COLUMNS = ("token_mask", "sample_mask", "generation_logprobs", "prev_logprobs", "reference_policy_logprobs")
-
-
-class Policy:
-    """NeMo-RL's; remembers what it was to train on."""
-
-    def __init__(self):
-        self.calls = []
-        self.cfg = {"train_global_batch_size": 4}
-
-    def train(self, data, loss_fn, eval_mode=False, *, gbs=None, mbs=None, timer=None):
-        return self.compute("train", data, loss_fn)
-
-    def compute(self, method, data, loss_fn):
-        curr = data["prev_logprobs"][:, 1:]
-        loss, _ = loss_fn(
-            curr, data, data["sample_mask"].sum(), (data["token_mask"] * data["sample_mask"][:, None]).sum()
-        )
-        self.calls.append((method, {name: data[name].clone() for name in COLUMNS}, float(loss)))
-        return {"loss": loss, "grad_norm": torch.ones(1), "all_mb_metrics": {}}
-
-    def get_logprobs(self, data, timer=None):
-        return {"logprobs": data["prev_logprobs"]}
-
-
-class TQPolicy(Policy):
-    """NeMo-RL's over its data plane: ``meta`` is a key of ``store``."""
-
-    def __init__(self, store):
-        Policy.__init__(self)
-        self.store = store
-
-    def read_from_dataplane(self, meta, *, select_fields, pad_value_dict=None):
-        return {name: self.store[meta][name].clone() for name in select_fields}
-
-    def write_to_dataplane(self, meta, fields):
-        assert set(fields) <= set(COLUMNS)
-        self.store[meta].update(fields)
-
-    def train_from_meta(self, meta, loss_fn, eval_mode=False, gbs=None, mbs=None, timer=None):
-        return self.compute("train_from_meta", self.store[meta], loss_fn)
-
-    def begin_train_step(self, loss_fn, gbs=None, mbs=None):
-        self.loss_fn = pickle.loads(pickle.dumps(loss_fn))
-        self.calls.append(("begin",))
-
-    def train_microbatches_from_meta(self, meta, timer=None):
-        self.compute("part", self.store[meta], self.loss_fn)
-
-    def finish_train_step(self):
-        self.calls.append(("finish",))
-        return {"loss": torch.ones(1), "grad_norm": torch.ones(1), "all_mb_metrics": {}}
-
-    def abort_train_step(self):
-        self.calls.append(("abort",))
-
-
-def methods(cls):
-    return {name: value for name, value in vars(cls).items() if callable(value)}
-
-
-@pytest.fixture
-def nemo_rl(monkeypatch):
-    """Modules of NeMo-RL with fresh classes, because tests remove methods of theirs."""
-    modules = {}
-    for name in ("nemo_rl", "nemo_rl.models", "nemo_rl.models.policy", "nemo_rl.models.policy.lm_policy"):
-        modules[name] = types.ModuleType(name)
-    modules["nemo_rl"].__version__ = "9.9"
-    tq = modules["nemo_rl.models.policy.tq_policy"] = types.ModuleType("nemo_rl.models.policy.tq_policy")
-    lm = modules["nemo_rl.models.policy.lm_policy"]
-    lm.Policy = type("Policy", (), {**methods(Policy), "__module__": lm.__name__})
-    tq.TQPolicy = type("TQPolicy", (lm.Policy,), {**methods(TQPolicy), "__module__": tq.__name__})
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    yield types.SimpleNamespace(lm=lm, tq=tq)
-    uninstall()
 
 
 def split(data, at):
@@ -282,15 +205,16 @@ def test_a_pickled_policy_arrives_with_its_methods(nemo_rl, config):
             plain_policy.train_from_meta("a", arrived_loss)
 
 
-def test_state_is_not_pickled(nemo_rl):
+def test_each_policy_counts_for_itself_and_its_copy_too(nemo_rl):
     loss = build(**VETO)
-    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
-    policy.train(rollouts(seed=1).data, loss)
-    arrived = pickle.loads(pickle.dumps(policy))
+    first, second = (convert_policy(nemo_rl.lm.Policy(), loss.config) for _ in range(2))
+    for policy in (first, second):
+        policy.train(rollouts(seed=1).data, loss)
     # The first veto of the copy, and the second of the policy.
+    arrived = pickle.loads(pickle.dumps(first))
     assert arrived.train(rollouts(seed=2).data, loss)["all_mb_metrics"]["geomask/batch_vetoed"] == [1.0]
     with pytest.raises(BatchVetoError, match="2 batches in a row"):
-        policy.train(rollouts(seed=2).data, loss)
+        first.train(rollouts(seed=2).data, loss)
 
 
 def test_the_importable_classes_are_those_of_the_installed_nemo_rl(nemo_rl):
@@ -306,19 +230,18 @@ def test_the_importable_classes_are_those_of_the_installed_nemo_rl(nemo_rl):
 
 def test_adopting_changes_one_object_only(nemo_rl):
     loss = build(**VETO)
+    pickled = pickle.dumps(loss)
     classes = (nemo_rl.lm.Policy, nemo_rl.tq.TQPolicy)
     before = [dict(vars(cls)) for cls in classes]
     policy, plain_policy = nemo_rl.lm.Policy(), nemo_rl.lm.Policy()
     assert convert_policy(policy, loss.config) is policy
     assert type(policy) is policies.GeomaskPolicy
     assert type(plain_policy) is nemo_rl.lm.Policy
+    policy.train(rollouts(seed=5).data, loss)
+    assert pickle.dumps(loss) == pickled
     assert [dict(vars(cls)) for cls in classes] == before
     with pytest.raises(DataError, match="needs a pass over the whole batch before the step"):
         plain_policy.train(rollouts(seed=1).data, loss)
-
-
-class Batch(dict):
-    """NeMo-RL's batches have a class of their own."""
 
 
 def test_adopting_twice_is_adopting_once_with_the_last_settings(nemo_rl):
@@ -356,34 +279,14 @@ def test_a_policy_class_of_ones_own(nemo_rl, base):
     assert policy.calls[1][1]["sample_mask"].sum() < data["sample_mask"].sum()
     if base == "tq":
         assert policy.train_from_meta("all", loss)["all_mb_metrics"] == metrics
-
-
-def test_a_class_of_the_same_name_as_nemo_rls_is_another_one(nemo_rl):
-    own_class = type("Policy", (nemo_rl.lm.Policy,), {"__module__": "somebody"})
-    policy = convert_policy(own_class(), build(**VETO).config)
-    assert type(policy) is not policies.GeomaskPolicy
-    assert isinstance(policy, own_class)
-    with pytest.raises(pickle.PicklingError):  # by reference, it would arrive as NeMo-RL's
+    with pytest.raises((pickle.PicklingError, AttributeError)):  # by reference, it would arrive as NeMo-RL's
         pickle.dumps(policy)
 
 
-NEMO_RL = '''
-"""NeMo-RL's policy, importable in every process."""
-
-
-class Policy:
-    cfg = {"train_global_batch_size": 4}
-
-    def train(self, data, loss_fn, eval_mode=False):
-        raise AssertionError("a vetoed batch is not trained on")
-
-    def get_logprobs(self, data, timer=None):
-        raise AssertionError
-'''
-
 ARRIVAL = """
 import pickle, sys
-import nemo_geomask.hosts.nemo_rl.step_methods
+from tests.helpers.nemo_rl import fake_policies
+fake_policies.install_modules()
 policy, loss, data = pickle.load(open(sys.argv[1], "rb"))
 print(type(policy).__name__, policy.name(), policy.train(data, loss)["all_mb_metrics"]["geomask/batch_vetoed"])
 """
@@ -391,57 +294,21 @@ print(type(policy).__name__, policy.name(), policy.train(data, loss)["all_mb_met
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["OwnPolicy", "Policy"])
-def test_a_policy_class_of_ones_own_arrives_by_value(tmp_path, monkeypatch, name):
+def test_a_policy_class_of_ones_own_arrives_by_value(nemo_rl, tmp_path, name):
     cloudpickle = pytest.importorskip("cloudpickle")
-    path = tmp_path / "nemo_rl" / "models" / "policy" / "lm_policy.py"
-    path.parent.mkdir(parents=True)
-    path.write_text(NEMO_RL, encoding="utf-8")
-    for folder in (path.parent, path.parent.parent, tmp_path / "nemo_rl"):
-        (folder / "__init__.py").touch()
-    for module in [module for module in sys.modules if module.split(".")[0] == "nemo_rl"]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    from nemo_rl.models.policy import lm_policy
-
     # Defined in the script that runs, as far as the pickler is concerned.
-    own_class = type(name, (lm_policy.Policy,), {"__module__": "__main__", "name": lambda self: "somebody's"})
+    own_class = type(name, (nemo_rl.lm.Policy,), {"__module__": "__main__", "name": lambda self: "somebody's"})
     loss = build(**VETO)
     policy = convert_policy(own_class(), loss.config)
-    try:
-        (tmp_path / "policy.pickle").write_bytes(cloudpickle.dumps((policy, loss, rollouts(seed=1).data)))
-    finally:
-        for module in [module for module in sys.modules if module.split(".")[0] == "nemo_rl"]:
-            del sys.modules[module]
-    root = str(Path(policies.__file__).parents[3])
+    (tmp_path / "policy.pickle").write_bytes(cloudpickle.dumps((policy, loss, rollouts(seed=1).data)))
     done = subprocess.run(
         [sys.executable, "-c", ARRIVAL, str(tmp_path / "policy.pickle")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), root])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         timeout=500,
     )
     assert done.stdout.split("\n")[0] == f"Geomask{name} somebody's [1.0]", done.stderr
-
-
-def test_training_changes_no_loss_and_unpickling_one_changes_no_class(nemo_rl):
-    loss = build(**VETO)
-    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
-    pickled = pickle.dumps(loss)
-    policy.train(rollouts(seed=5).data, loss)
-    assert pickle.dumps(loss) == pickled
-    owners = (nemo_rl.lm, nemo_rl.lm.Policy, nemo_rl.tq, nemo_rl.tq.TQPolicy)
-    before = [dict(vars(owner)) for owner in owners]
-    pickle.loads(pickled)
-    assert [dict(vars(owner)) for owner in owners] == before
-
-
-def test_each_policy_counts_for_itself(nemo_rl):
-    loss = build(**VETO)
-    group = [convert_policy(nemo_rl.lm.Policy(), loss.config) for _ in range(3)]
-    for seed, policy in enumerate(group):
-        policy.train(rollouts(seed=seed).data, loss)
-    with pytest.raises(BatchVetoError, match="2 batches in a row"):
-        group[0].train(rollouts(seed=9).data, loss)
 
 
 def test_workers_get_a_loss_that_takes_batches_without_a_mark(nemo_rl):
@@ -534,3 +401,132 @@ def test_metrics_that_do_not_add_up_are_those_of_the_step(nemo_rl, method):
     assert 2**-6 < metrics["geomask/mismatch_q50"][0] < metrics["geomask/mismatch_q99"][0] <= 2**-5.5
     assert {len(values) for name, values in metrics.items() if name != "loss"} == {1}
     assert not any("_bin_" in name for name in metrics)
+
+
+GEN = {"ratio_anchor": "gen"}
+
+
+def config_of(**settings):
+    return build_loss(settings).config
+
+
+def test_there_is_no_forward_pass(nemo_rl):
+    data = Batch(rollouts(seed=1).data)
+    policy = convert_policy(nemo_rl.lm.Policy(), config_of(**GEN))
+    result = policy.get_logprobs(data, timer=None)
+    assert type(result) is Batch
+    assert result["logprobs"].shape == data["input_ids"].shape
+    assert result["logprobs"].isnan().all()
+    tq = convert_policy(nemo_rl.tq.TQPolicy({"all": data}), config_of(**GEN))
+    assert tq.get_logprobs_from_meta("all", timer=None) is None
+    assert data["prev_logprobs"].shape == data["generation_logprobs"].shape
+    assert data["prev_logprobs"].isnan().all()
+    assert (type(policy).forward_passes, type(tq).forward_passes) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"force_on_policy_ratio": True},
+        {**GEN, "masks": [{"preset": "veto", "max": 2.0}]},
+        {**GEN, "audit_fraction": 1.0},
+    ],
+    ids=["prev", "on policy", "mask", "audit of all rows"],
+)
+def test_a_loss_that_reads_them_gets_them(nemo_rl, settings):
+    data = Batch(rollouts(seed=1).data)
+    policy, tq = nemo_rl.lm.Policy(), nemo_rl.tq.TQPolicy({"all": data})
+    for each in (GEN, settings):  # the last one counts
+        convert_policy(policy, config_of(**each))
+        convert_policy(tq, config_of(**each))
+    assert not policy.get_logprobs(data)["logprobs"].isnan().any()
+    tq.get_logprobs_from_meta("all")
+    assert not data["prev_logprobs"].isnan().any()
+    assert (type(policy).forward_passes, type(tq).forward_passes) == (1, 1)
+
+
+def test_a_threshold_on_log_probs_that_are_not_computed_is_an_error(host):
+    host()
+
+    def build(threshold, section="ppo", **settings):
+        sections = {"policy": {}, section: {"seq_logprob_error_threshold": threshold}}
+        return build_nemo_rl_loss({"loss_fn": {"name": "clipped_pg", **settings}, **sections})
+
+    assert build(None, **GEN).config.skips_prev
+    for section in ("grpo", "ppo"):
+        message = rf"{section}.seq_logprob_error_threshold: 1.05 masks .* or set loss_fn.audit_fraction: 1"
+        with pytest.raises(ConfigError, match=message):
+            build(1.05, section, **GEN)
+    assert not build(1.05).config.skips_prev
+    assert not build(1.05, **GEN, audit_fraction=1).config.skips_prev
+
+
+def test_a_sample_is_scored(nemo_rl):
+    data = Batch(rollouts(seed=1).data)  # 8 rows
+    settings = config_of(**GEN, audit_fraction=0.3)
+    scored_rows = []
+    policy = convert_policy(nemo_rl.lm.Policy(), settings)
+    for _ in range(40):
+        logprobs = policy.get_logprobs(data)["logprobs"]
+        is_scored = (~logprobs.isnan()).all(dim=1)
+        assert (logprobs[is_scored] == 0).all()
+        assert logprobs[~is_scored].isnan().all()
+        scored_rows.append(is_scored)
+    counts = torch.stack(scored_rows).sum(dim=1)
+    assert counts.tolist() == [4] * 40  # 2.4 rows, in multiples of the data-parallel size
+    # Other rows at every step, each about as often as any other; and the same in another run.
+    assert all(10 < count < 30 for count in torch.stack(scored_rows).sum(dim=0).tolist())
+
+    def first_scored_rows(**arguments):
+        logprobs = convert_policy(nemo_rl.lm.Policy(), settings, **arguments).get_logprobs(data)["logprobs"]
+        return ~logprobs[:, 0].isnan()
+
+    assert torch.equal(first_scored_rows(), scored_rows[0])
+    # A resumed run goes on with the rows of its step.
+    assert not torch.equal(scored_rows[0], scored_rows[25])
+    assert torch.equal(first_scored_rows(checkpoint="checkpoints/step_25"), scored_rows[25])
+    policy.cfg = {"logprob_batch_size": 4}
+    assert not policy.get_logprobs(data)["logprobs"].isnan().any()
+
+
+class Meta(list):
+    """NeMo-RL's keys of a batch in the data plane."""
+
+    def subset(self, rows):
+        return Meta(self[row] for row in rows)
+
+
+def test_a_sample_is_scored_in_the_data_plane(nemo_rl):
+    class RowPolicy(nemo_rl.tq.TQPolicy):
+        """One whose data plane stores rows."""
+
+        def read_from_dataplane(self, meta, *, select_fields, pad_value_dict=None):
+            return {name: torch.stack([self.store[key][name] for key in meta]) for name in select_fields}
+
+        def write_to_dataplane(self, meta, fields):
+            for row, key in enumerate(meta):
+                self.store[key].update({name: value[row] for name, value in fields.items()})
+
+        def get_logprobs_from_meta(self, meta, micro_batch_size=None, timer=None):
+            for key in meta:
+                self.store[key]["prev_logprobs"] = torch.zeros(14)
+
+    data = rollouts(seed=1).data
+    rows = {f"row {row}": {name: value[row] for name, value in data.items()} for row in range(8)}
+    policy = convert_policy(RowPolicy(rows), config_of(**GEN, audit_fraction=0.5))
+    policy.get_logprobs_from_meta(Meta(rows), timer=None)
+    scored = [key for key, row in rows.items() if not row["prev_logprobs"].isnan().any()]
+    assert len(scored) == 4
+    assert all(row["prev_logprobs"].isnan().all() for key, row in rows.items() if key not in scored)
+
+
+def test_unknown_signatures_of_what_is_skipped_are_an_error_where_they_matter(nemo_rl):
+    nemo_rl.lm.Policy.get_logprobs = lambda self, batch: None
+    policy = nemo_rl.lm.Policy()
+    with pytest.raises(
+        HostAPIError, match=r"lm_policy\.Policy\.get_logprobs takes \(self, batch\).*ratio_anchor: prev"
+    ):
+        convert_policy(policy, config_of(**GEN))
+    assert type(policy) is nemo_rl.lm.Policy
+    assert convert_policy(policy, config_of()).get_logprobs("batch") is None
