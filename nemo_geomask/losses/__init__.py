@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
 from nemo_geomask.losses.build import build_loss
 from nemo_geomask.losses.policy_loss import PolicyLoss
 from nemo_geomask.losses.prestep import Decision, OpenBatch, PrestepPass
@@ -26,11 +23,3 @@ __all__ = [
     "build_loss",
     "load",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "BeforeStep":
-        message = "nemo_geomask.losses.BeforeStep is now called nemo_geomask.losses.PrestepPass"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return PrestepPass
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

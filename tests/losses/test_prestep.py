@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-import nemo_geomask.losses
 from nemo_geomask import build_loss
 from nemo_geomask.errors import BatchVetoError, ConfigError, DataError
 from nemo_geomask.losses import PrestepPass
@@ -347,9 +346,3 @@ def test_generation_log_probs_that_no_engine_computed_are_refused(change, messag
     data["generation_logprobs"] = torch.zeros_like(data["prev_logprobs"])
     data["prev_logprobs"] = torch.full_like(data["prev_logprobs"], -1e-4)
     assert before_step(data).train
-
-
-@pytest.mark.parametrize("package", [nemo_geomask, nemo_geomask.losses], ids=["nemo_geomask", "nemo_geomask.losses"])
-def test_the_former_name_still_works_with_a_warning(package):
-    with pytest.deprecated_call(match="PrestepPass"):
-        assert package.BeforeStep is PrestepPass
