@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from nemo_geomask.tools.shared.atomic_write import write_atomically
 
 JSON_VERSION = 1
 """Value of ``version`` in the JSON of every command.
@@ -32,16 +32,5 @@ def to_json(value: Any) -> str:
 
 
 def write_json_file(path: Path, value: Any) -> None:
-    """Write a value as JSON so that a reader finds all of it or no file; a link in its place is replaced, not followed.
-
-    Raises: OSError: the file can't be written, or a folder is in its place.
-    """
-    # A name that nobody can foresee, created by this process alone: nothing is written through a planted link.
-    descriptor, partial = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.parent)
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            json.dump(value, file)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    """Write a value as a JSON file; see :func:`~nemo_geomask.tools.shared.atomic_write.write_atomically`."""
+    write_atomically(path, json.dumps(value))
