@@ -134,10 +134,10 @@ $(NEMO)/.ready: .ci/nemo-rl-constraints.txt pyproject.toml
 
 nemo-rl-environment: $(NEMO)/.ready
 
-# ARGS: --label NAME, --only BEGINNING of a case's name, --jobs N; what came of it is in docs/hosts and in the table of docs/reference/rehearsals.md.
+# ARGS: --label NAME, --only BEGINNING of a case's name, --jobs N; the results are in docs/hosts.
 nemo-rl: $(NEMO)/.ready nemo-rl-losses
 	@test -n "$(NEMO_RL_ROOT)" || { echo "say which NeMo-RL: make nemo-rl NEMO_RL_ROOT=/path/to/RL"; exit 1; }
-	NEMO_RL_ROOT=$(NEMO_RL_ROOT) $(NEMO)/bin/python -m nemo_geomask.tools.rehearse.case_matrix $(ARGS)
+	NEMO_RL_ROOT=$(NEMO_RL_ROOT) $(NEMO)/bin/python -m tests.evidence.hosts.case_matrix $(ARGS)
 
 # NeMo-RL's own tests of its loss, under ours, on the CPU. Left out: another loss's constants, drawn from a card's generator,
 # and three refusals that are the same in other words.
@@ -164,8 +164,6 @@ docs: $(VENV)/.test
 	$(BIN)/python -m nemo_geomask.tools.diagnose.detection_power --page docs/background/verdict.md
 	$(BIN)/python -m nemo_geomask.tools.lab.evidence
 	$(BIN)/python -m nemo_geomask.tools.lab.tuned_evidence
-	$(BIN)/python -m nemo_geomask.tools.rehearse.case_matrix --table
-	$(BIN)/python -m nemo_geomask.tools.rehearse.recipe_table
 	$(BIN)/nemo-geomask schema --out recipes/recipe.schema.json
 
 SITE := .venv-site

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from nemo_geomask.tools.shared.markdown import replace_marked_text
+from tests.evidence.hosts import case_matrix, recipe_table
 from tests.pages import api, command_line, metrics, peers, tables
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -28,6 +29,8 @@ SITE: Mapping[str, Callable[[], str]] = {
     "metric_limits": metrics.limit_table,
     "metrics": metrics.metric_sections,
     "peers": peers.peer_sections,
+    "recipes": recipe_table.recipe_tables,
+    "rehearsals": case_matrix.result_table,
     "rules": tables.rule_table,
     "switches": tables.switch_table,
 }

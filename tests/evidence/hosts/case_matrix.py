@@ -1,7 +1,7 @@
-"""Rehearsals of all cases of the compatibility table: ``python -m nemo_geomask.tools.rehearse.case_matrix``.
+"""Rehearsals of all cases of the compatibility table: ``python -m tests.evidence.hosts.case_matrix``.
 
 ``docs/hosts/cases.yaml`` has the cases and ``docs/hosts/<version>.json`` the results with one version of NeMo-RL. The
-table in ``docs/reference/rehearsals.md`` is generated from both.
+table of both is made when the site is built.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from nemo_geomask.errors import ConfigError, GeomaskError
 from nemo_geomask.hosts.nemo_rl.installed_version import commit_of
 from nemo_geomask.tools.rehearse.rehearsal import Rehearsal, nemo_rl_checkout, rehearse
 from nemo_geomask.tools.rehearse.supervision import signals_as_exceptions
-from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
+from nemo_geomask.tools.shared.markdown import markdown_table
 
-__all__ = ["Case", "main", "read_cases", "rewrite", "table"]
+HOSTS = Path(__file__).parents[3] / "docs" / "hosts"
+"""Folder of cases and results."""
 
 _RECORDED_METRICS = ("loss", "grad_norm", "reward", "gen_kl_error", "token_mult_prob_error")
 
@@ -94,16 +95,8 @@ def _result(case: Case, rehearsal: Rehearsal | None, error: str) -> dict[str, An
     runs = () if rehearsal is None else (rehearsal.outcome, rehearsal.control, rehearsal.resumed)
     failure = next((run.failure for run in runs if run is not None and run.failure is not None), None)
     metrics = rehearsal.outcome.metrics if rehearsal is not None and rehearsal.outcome is not None else {}
-    control = (
-        [comparison for comparison in rehearsal.comparisons if comparison.sampled_alike]
-        if rehearsal is not None
-        else []
-    )
-    resumed = (
-        [comparison for comparison in rehearsal.resumptions if comparison.sampled_alike]
-        if rehearsal is not None
-        else []
-    )
+    control = [] if rehearsal is None else [each for each in rehearsal.comparisons if each.sampled_alike]
+    resumed = [] if rehearsal is None else [each for each in rehearsal.resumptions if each.sampled_alike]
     unequal = next((comparison for comparison in (*control, *resumed) if not comparison.equal), None)
     if unequal is not None:
         error = f"{unequal.name} of step {unequal.step} is {unequal.ours:.9g} and {unequal.theirs:.9g}"
@@ -127,20 +120,20 @@ def _result(case: Case, rehearsal: Rehearsal | None, error: str) -> dict[str, An
     }
 
 
-def table(cases: Sequence[Case], hosts: Sequence[Mapping[str, Any]]) -> str:
-    """Return the Markdown table with a row for each case and a column for each NeMo-RL."""
+def result_table(folder: Path = HOSTS) -> str:
+    """Return a Markdown table with a row for each case and a column for each NeMo-RL that a folder has results of."""
+    hosts = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"), reverse=True)]
     columns = [f"{host['version']}" + (f" ({host['commit'][:9]})" if host["commit"] else "") for host in hosts]
+    cases = read_cases(folder / "cases.yaml")
     rows = [(case.name, *(_cell(case, host) for host in hosts)) for case in cases]
     return markdown_table(("case", *columns), [*rows, ("all of these in one go", *map(_full_run, hosts))])
 
 
 def _full_run(host: Mapping[str, Any]) -> str:
     full_run = host.get("whole")
-    return (
-        f"{full_run['minutes']} min, {full_run['jobs']} at a time on {full_run['cores']} cores"
-        if full_run
-        else "in parts"
-    )
+    if not full_run:
+        return "in parts"
+    return f"{full_run['minutes']} min, {full_run['jobs']} at a time on {full_run['cores']} cores"
 
 
 def _cell(case: Case, host: Mapping[str, Any]) -> str:
@@ -157,16 +150,6 @@ def _cell(case: Case, host: Mapping[str, Any]) -> str:
     return f"{len(result['metrics'])} steps, {result['seconds']} s on {result['where']}{control}{resumed}"
 
 
-def rewrite(text: str, folder: Path) -> str:
-    """Return a page's text with the table of a folder's cases and results between its marks.
-
-    Raises:
-        ArgumentError: the text has no such marks.
-    """
-    hosts = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"), reverse=True)]
-    return replace_marked_text(text, "hosts", table(read_cases(folder / "cases.yaml"), hosts), page="the page")
-
-
 def _version(checkout: Path) -> str:
     """Return the version in the checkout's package_info.py; main carries the number of the last release."""
     scope: dict[str, Any] = {}
@@ -179,11 +162,8 @@ def _version(checkout: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases and record the results; return 0 if every result is the expected one."""
-    parser = argparse.ArgumentParser(prog="python -m nemo_geomask.tools.rehearse.case_matrix", description=__doc__)
-    parser.add_argument("--hosts", type=Path, default=Path("docs/hosts"), help="folder of cases and results")
-    parser.add_argument(
-        "--page", type=Path, default=Path("docs/reference/rehearsals.md"), help="page that has the table"
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.evidence.hosts.case_matrix", description=__doc__)
+    parser.add_argument("--hosts", type=Path, default=HOSTS, help="folder of cases and results")
     parser.add_argument("--label", help="name of this NeMo-RL (default: the version that it calls itself by)")
     parser.add_argument("--commit", help="commit of this NeMo-RL, if its folder is no git checkout")
     parser.add_argument("--only", action="append", help="run only the cases whose names begin so (repeatable)")
@@ -191,45 +171,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=int, default=jobs, help=f"cases at a time, which take 6 GB of memory each (default here: {jobs})"
     )
-    parser.add_argument("--table", action="store_true", help="run nothing, rewrite the table")
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error(f"--jobs is {options.jobs}; at least 1 case runs at a time")
     all_as_expected = True
-    if not options.table:
-        checkout = nemo_rl_checkout()
-        label = options.label or f"v{_version(checkout)}"
-        path = options.hosts / f"{label}.json"
-        host = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"cases": {}}
-        commit = options.commit or commit_of(checkout)
-        if (host.get("commit") or commit) != commit:
-            parser.error(
-                f"{path} has results of commit {host['commit']}, this is {commit}: give another --label, or remove it"
-            )
-        cases = read_cases(options.hosts / "cases.yaml")
-        only = tuple(options.only or ("",))
-        chosen = [case for case in cases if not case.why_not(label) and case.name.startswith(only)]
-        if not chosen:
-            parser.error(f"no case that {label} is to run begins with {' or '.join(map(repr, only))}")
-        began = time.monotonic()
-        with signals_as_exceptions(), contextlib.closing(_run_cases(chosen, options.jobs)) as ended:
-            for case, result in ended:
-                print(
-                    f"{label}: {case.name}: {_cell(case, {'cases': {case.name: result}})}", file=sys.stderr, flush=True
-                )
-                all_as_expected = all_as_expected and case.as_expected(result)
-                results = {**host["cases"], case.name: result}
-                if case.name not in host["cases"]:
-                    host.pop("whole", None)  # the case list has changed since
-                ordered = {each.name: results[each.name] for each in cases if each.name in results}
-                host |= {"version": label, "commit": commit, "cases": ordered}
-                _write(path, host)
-        minutes = round((time.monotonic() - began) / 60)
-        print(f"{label}: {len(chosen)} cases in {minutes} min, {options.jobs} at a time", file=sys.stderr, flush=True)
-        if not options.only:
-            host["whole"] = {"minutes": minutes, "jobs": options.jobs, "cores": os.cpu_count()}
+    checkout = nemo_rl_checkout()
+    label = options.label or f"v{_version(checkout)}"
+    path = options.hosts / f"{label}.json"
+    host = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"cases": {}}
+    commit = options.commit or commit_of(checkout)
+    if (host.get("commit") or commit) != commit:
+        parser.error(
+            f"{path} has results of commit {host['commit']}, this is {commit}: give another --label, or remove it"
+        )
+    cases = read_cases(options.hosts / "cases.yaml")
+    only = tuple(options.only or ("",))
+    chosen = [case for case in cases if not case.why_not(label) and case.name.startswith(only)]
+    if not chosen:
+        parser.error(f"no case that {label} is to run begins with {' or '.join(map(repr, only))}")
+    began = time.monotonic()
+    with signals_as_exceptions(), contextlib.closing(_run_cases(chosen, options.jobs)) as ended:
+        for case, result in ended:
+            print(f"{label}: {case.name}: {_cell(case, {'cases': {case.name: result}})}", file=sys.stderr, flush=True)
+            all_as_expected = all_as_expected and case.as_expected(result)
+            results = {**host["cases"], case.name: result}
+            if case.name not in host["cases"]:
+                host.pop("whole", None)  # the case list has changed since
+            ordered = {each.name: results[each.name] for each in cases if each.name in results}
+            host |= {"version": label, "commit": commit, "cases": ordered}
             _write(path, host)
-    options.page.write_text(rewrite(options.page.read_text(encoding="utf-8"), options.hosts), encoding="utf-8")
+    minutes = round((time.monotonic() - began) / 60)
+    print(f"{label}: {len(chosen)} cases in {minutes} min, {options.jobs} at a time", file=sys.stderr, flush=True)
+    if not options.only:
+        host["whole"] = {"minutes": minutes, "jobs": options.jobs, "cores": os.cpu_count()}
+        _write(path, host)
     return 0 if all_as_expected else 1
 
 

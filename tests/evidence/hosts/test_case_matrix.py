@@ -11,20 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_geomask.errors import ArgumentError, ConfigError
-from nemo_geomask.tools.rehearse import case_matrix
-from nemo_geomask.tools.rehearse.case_matrix import read_cases, rewrite
+from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.rehearse.supervision import descendants
+from tests.evidence.hosts import case_matrix
+from tests.evidence.hosts.case_matrix import HOSTS, read_cases, result_table
 
 ROOT = Path(__file__).parents[3]
-HOSTS = ROOT / "docs" / "hosts"
-
-pytest.importorskip("yaml")
-
-
-def test_the_table_is_current():
-    text = (ROOT / "docs" / "reference" / "rehearsals.md").read_text(encoding="utf-8")
-    assert rewrite(text, HOSTS) == text, "run: make docs"
 
 
 def test_every_case_names_a_recipe_and_every_result_a_case():
@@ -54,11 +46,8 @@ def hosts(tmp_path):
     return tmp_path
 
 
-def test_a_row_a_case_whatever_came_of_it(hosts):
-    text = rewrite("before\n<!-- hosts: begin -->\nold\n<!-- hosts: end -->\nafter", hosts)
-    assert text.splitlines() == [
-        "before",
-        "<!-- hosts: begin -->",
+def test_every_case_has_a_row_whatever_its_result(hosts):
+    assert result_table(hosts).splitlines() == [
         "| case | 0.7.0 (012345678) |",
         "|---|---|",
         "| a | 2 steps, 90 s on CPUs, control within 2e-07 |",
@@ -68,8 +57,6 @@ def test_a_row_a_case_whatever_came_of_it(hosts):
         "| e | names `k.ey` after 9 s |",
         "| f | fails: step: ValueError: a\\|b |",
         "| all of these in one go | in parts |",
-        "<!-- hosts: end -->",
-        "after",
     ]
 
 
@@ -104,29 +91,26 @@ def checkout(tmp_path, monkeypatch):
     hosts.mkdir()
     cases = "- {name: b, recipe: none.yaml}\n- {name: a, recipe: none.yaml}\n"
     (hosts / "cases.yaml").write_text(cases, encoding="utf-8")
-    (tmp_path / "page.md").write_text("<!-- hosts: begin -->\n<!-- hosts: end -->\n", encoding="utf-8")
     return tmp_path
 
 
+def run(checkout, *arguments):
+    return case_matrix.main(["--hosts", str(checkout / "hosts"), "--label", "v1", "--commit", "0123", *arguments])
+
+
 @pytest.mark.slow
-def test_several_at_a_time_are_recorded_in_the_order_of_the_cases(checkout, capsys):
-    where = ["--hosts", str(checkout / "hosts"), "--page", str(checkout / "page.md")]
-    assert case_matrix.main([*where, "--label", "v1", "--commit", "0123456789", "--jobs", "2"]) == 1
-    found = json.loads((checkout / "hosts" / "v1.json").read_text(encoding="utf-8"))
-    assert list(found["cases"]) == ["b", "a"]
-    assert all("none.yaml" in result["error"] for result in found["cases"].values())
-    minutes = found["whole"]["minutes"]
-    assert found["whole"] == {"minutes": minutes, "jobs": 2, "cores": os.cpu_count()}
+def test_several_at_a_time_are_recorded_in_the_order_of_the_cases_and_a_part_is_not_the_whole(checkout, capsys):
+    assert run(checkout, "--only", "a", "--jobs", "1") == 1
+    assert "| all of these in one go | in parts |" in result_table(checkout / "hosts")
+    assert run(checkout, "--jobs", "2") == 1
+    results = json.loads((checkout / "hosts" / "v1.json").read_text(encoding="utf-8"))
+    assert list(results["cases"]) == ["b", "a"]
+    assert all("none.yaml" in result["error"] for result in results["cases"].values())
+    minutes = results["whole"]["minutes"]
+    assert results["whole"] == {"minutes": minutes, "jobs": 2, "cores": os.cpu_count()}
     assert f"2 cases in {minutes} min, 2 at a time" in capsys.readouterr().err
-    page = (checkout / "page.md").read_text(encoding="utf-8")
-    assert f"| all of these in one go | {minutes} min, 2 at a time on" in page
-
-
-@pytest.mark.slow
-def test_a_part_is_not_the_whole(checkout):
-    where = ["--hosts", str(checkout / "hosts"), "--page", str(checkout / "page.md")]
-    case_matrix.main([*where, "--label", "v1", "--commit", "0123456789", "--only", "a", "--jobs", "1"])
-    assert "| all of these in one go | in parts |" in (checkout / "page.md").read_text(encoding="utf-8")
+    table = result_table(checkout / "hosts")
+    assert f"| all of these in one go | {minutes} min, 2 at a time on" in table
 
 
 @pytest.mark.slow
@@ -134,22 +118,18 @@ def test_a_case_that_check_refuses_says_why(checkout):
     (checkout / "none.yaml").write_text("{policy: {model_name: x}, loss_fn: {name: clipped_pg}}", encoding="utf-8")
     cases = f"- {{name: a, recipe: {checkout / 'none.yaml'}}}"
     (checkout / "hosts" / "cases.yaml").write_text(cases, encoding="utf-8")
-    where = ["--hosts", str(checkout / "hosts"), "--page", str(checkout / "page.md")]
-    assert case_matrix.main([*where, "--label", "v1", "--commit", "0123456789", "--jobs", "1"]) == 1
-    (found,) = json.loads((checkout / "hosts" / "v1.json").read_text(encoding="utf-8"))["cases"].values()
-    assert found["error"].startswith("validation: GM312 policy.megatron_cfg.enabled: neither of")
+    assert run(checkout, "--jobs", "1") == 1
+    (result,) = json.loads((checkout / "hosts" / "v1.json").read_text(encoding="utf-8"))["cases"].values()
+    assert result["error"].startswith("validation: GM312 policy.megatron_cfg.enabled: neither of")
 
 
-def test_a_beginning_that_no_case_has(checkout, capsys):
+@pytest.mark.parametrize(
+    ("option", "value", "message"), [("--only", "PPO", "begins with 'PPO'"), ("--jobs", "0", "--jobs is 0")]
+)
+def test_options_that_leave_no_case_are_refused(checkout, capsys, option, value, message):
     with pytest.raises(SystemExit):
-        case_matrix.main(["--hosts", str(checkout / "hosts"), "--label", "v1", "--commit", "0", "--only", "PPO"])
-    assert "begins with 'PPO'" in capsys.readouterr().err
-
-
-def test_no_case_at_a_time(capsys):
-    with pytest.raises(SystemExit):
-        case_matrix.main(["--jobs", "0"])
-    assert "--jobs is 0" in capsys.readouterr().err
+        run(checkout, option, value)
+    assert message in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -159,23 +139,14 @@ def waiting(checkout):
     (checkout / "r.yaml").write_text(recipe, encoding="utf-8")
     cases = "".join(f"- {{name: {name}, recipe: {checkout / 'r.yaml'}, timeout: 300}}\n" for name in "ab")
     (checkout / "hosts" / "cases.yaml").write_text(cases, encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "nemo_geomask.tools.rehearse.case_matrix",
-        "--jobs",
-        "2",
-        "--label",
-        "v1",
-        "--commit",
-        "0",
-    ]
-    command += ["--hosts", str(checkout / "hosts"), "--page", str(checkout / "page.md")]
+    command = [sys.executable, "-m", "tests.evidence.hosts.case_matrix", "--hosts", str(checkout / "hosts")]
+    command += ["--jobs", "2", "--label", "v1", "--commit", "0"]
     noted, log = checkout / "RL" / "transformers.py.noted", checkout / "log"
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             command,
             stderr=file,
+            cwd=ROOT,
             # A terminal's Ctrl-C comes to all that run in it, so the signal goes to the whole group.
             start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -200,7 +171,11 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="processes adopt othe
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("number", "group", "status"),
-    [(signal.SIGINT, True, -2), (signal.SIGTERM, False, 143), (signal.SIGTERM, True, 143)],
+    [
+        (signal.SIGINT, True, -2),
+        pytest.param(signal.SIGTERM, False, 143, marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, True, 143, marks=pytest.mark.long),
+    ],
 )
 def test_nothing_is_left_of_several_at_a_time(waiting, number, group, status):
     process, below = waiting
@@ -218,7 +193,7 @@ def test_nothing_is_left_of_several_at_a_time(waiting, number, group, status):
 
 
 @LINUX
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_case_whose_process_is_killed_is_a_failure_and_no_end(waiting, checkout):
     process, below = waiting
@@ -230,17 +205,12 @@ def test_a_case_whose_process_is_killed_is_a_failure_and_no_end(waiting, checkou
             os.kill(pid, signal.SIGKILL)
     try:
         assert process.wait(60) == 1
-        found = json.loads((checkout / "hosts" / "v1.json").read_text(encoding="utf-8"))["cases"]
-        assert [case["error"] for case in found.values()] == ["its process ended with exit code -9"] * 2
+        results = json.loads((checkout / "hosts" / "v1.json").read_text(encoding="utf-8"))["cases"]
+        assert [case["error"] for case in results.values()] == ["its process ended with exit code -9"] * 2
     finally:
         for pid in noted:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-
-
-def test_a_page_without_marks(hosts):
-    with pytest.raises(ArgumentError, match="hosts: begin"):
-        rewrite("nothing here", hosts)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +220,7 @@ def test_a_page_without_marks(hosts):
         ("- {name: a, recipe: x, rank: 2}", "case 'a': .*'rank'"),
     ],
 )
-def test_a_mistake_in_the_cases(tmp_path, text, message):
+def test_a_case_with_another_ones_name_or_an_unknown_key_is_refused(tmp_path, text, message):
     (tmp_path / "cases.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         read_cases(tmp_path / "cases.yaml")

@@ -1,8 +1,8 @@
-"""Table of all recipes of a NeMo-RL checkout: ``python -m nemo_geomask.tools.rehearse.recipe_table CHECKOUT``.
+"""Plans of all recipes of a NeMo-RL checkout: ``python -m tests.evidence.hosts.recipe_table CHECKOUT``.
 
 Each of its GRPO and PPO recipes is planned for a machine without GPUs, or refused with a reason. ``--run`` rehearses
-twelve of the planned ones, drawn by lot. ``docs/hosts/recipes/<label>.json`` has the results, from which
-``docs/reference/recipe_table.md`` is generated.
+twelve of the planned ones, drawn by lot. ``docs/hosts/recipes/<label>.json`` has the results; their table is made when
+the site is built.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from nemo_geomask.tools.rehearse.plan import plan
 from nemo_geomask.tools.rehearse.refusals import BACKEND, LAUNCH_VARIABLES, errors_of
 from nemo_geomask.tools.rehearse.rehearsal import rehearse
 from nemo_geomask.tools.rehearse.supervision import signals_as_exceptions
-from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
-
-__all__ = ["DRAWN", "SEED", "drawn", "main", "page", "plan_recipes", "rehearse_recipe"]
+from nemo_geomask.tools.shared.markdown import markdown_table
+from tests.evidence.hosts.case_matrix import HOSTS
 
 SEED = 2029
 DRAWN = 12
@@ -130,8 +129,9 @@ def rehearse_recipe(path: Path, timeout: float, environment: Mapping[str, str] |
     }
 
 
-def page(table: Mapping[str, Any]) -> str:
-    """Return the Markdown between the page's marks."""
+def recipe_tables(path: Path = HOSTS / "recipes" / "main.json") -> str:
+    """Return the Markdown tables of the results in a file."""
+    table = json.loads(path.read_text(encoding="utf-8"))
     recipes = table["recipes"]
     trained = {name: entry for name, entry in recipes.items() if entry["algorithm"] in ("grpo", "ppo", None)}
     other_algorithms = Counter(
@@ -197,16 +197,11 @@ def _cell(entry: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plan all recipes, rehearse those drawn if asked, and rewrite the page; return 0 if every rehearsal trained."""
-    parser = argparse.ArgumentParser(prog="python -m nemo_geomask.tools.rehearse.recipe_table", description=__doc__)
-    parser.add_argument(
-        "checkout", type=Path, nargs="?", help="NeMo-RL checkout; without it, only the page is rewritten"
-    )
+    """Plan all recipes, rehearse those drawn if asked, and write the results; return 0 if every rehearsal trained."""
+    parser = argparse.ArgumentParser(prog="python -m tests.evidence.hosts.recipe_table", description=__doc__)
+    parser.add_argument("checkout", type=Path, help="NeMo-RL checkout")
     parser.add_argument("--label", default="main", help="name of this NeMo-RL (default: main)")
-    parser.add_argument("--results", type=Path, default=Path("docs/hosts/recipes"), help="folder of the results")
-    parser.add_argument(
-        "--page", type=Path, default=Path("docs/reference/recipe_table.md"), help="page that has the table"
-    )
+    parser.add_argument("--results", type=Path, default=HOSTS / "recipes", help="folder of the results")
     parser.add_argument("--run", action="store_true", help=f"rehearse the {DRAWN} that are drawn, one after another")
     parser.add_argument("--only", action="append", help="rehearse these recipes, by path below examples/ (repeatable)")
     parser.add_argument(
@@ -216,30 +211,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = options.results / f"{options.label}.json"
     table = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"recipes": {}}
     all_trained = True
-    if options.checkout is not None:
-        checkout = options.checkout.resolve()
-        if not (checkout / _EXAMPLES).is_dir():
-            parser.error(f"{checkout} is no NeMo-RL checkout: it has no folder {_EXAMPLES}")
-        os.environ[ROOT_VARIABLE] = str(checkout)
-        runs = {name: entry["run"] for name, entry in table["recipes"].items() if "run" in entry}
-        recipes = {
-            name: entry | ({"run": runs[name]} if name in runs else {}) for name, entry in plan_recipes(checkout)
-        }
-        table = {"label": options.label, "commit": commit_of(checkout), "seed": SEED, "recipes": recipes}
-        _write(path, table)
-        chosen = [*(drawn(recipes) if options.run else ()), *(options.only or ())]
-        if unknown := [name for name in chosen if name not in recipes]:
-            parser.error(f"--only: {checkout / _EXAMPLES} has no recipe {unknown[0]}")
-        with signals_as_exceptions():
-            for name in chosen:
-                environment = recipes[name].get("planned", {}).get("environment")
-                run = rehearse_recipe(checkout / _EXAMPLES / name, options.timeout, environment)
-                print(f"{name}: {_outcome(run)}", file=sys.stderr, flush=True)
-                recipes[name]["run"] = run
-                all_trained = all_trained and run["outcome"] == "trained"
-                _write(path, table)
-    text = replace_marked_text(options.page.read_text(encoding="utf-8"), "recipes", page(table), page=str(options.page))
-    options.page.write_text(text, encoding="utf-8")
+    checkout = options.checkout.resolve()
+    if not (checkout / _EXAMPLES).is_dir():
+        parser.error(f"{checkout} is no NeMo-RL checkout: it has no folder {_EXAMPLES}")
+    os.environ[ROOT_VARIABLE] = str(checkout)
+    runs = {name: entry["run"] for name, entry in table["recipes"].items() if "run" in entry}
+    recipes = {name: entry | ({"run": runs[name]} if name in runs else {}) for name, entry in plan_recipes(checkout)}
+    table = {"label": options.label, "commit": commit_of(checkout), "seed": SEED, "recipes": recipes}
+    _write(path, table)
+    chosen = [*(drawn(recipes) if options.run else ()), *(options.only or ())]
+    if unknown := [name for name in chosen if name not in recipes]:
+        parser.error(f"--only: {checkout / _EXAMPLES} has no recipe {unknown[0]}")
+    with signals_as_exceptions():
+        for name in chosen:
+            environment = recipes[name].get("planned", {}).get("environment")
+            run = rehearse_recipe(checkout / _EXAMPLES / name, options.timeout, environment)
+            print(f"{name}: {_outcome(run)}", file=sys.stderr, flush=True)
+            recipes[name]["run"] = run
+            all_trained = all_trained and run["outcome"] == "trained"
+            _write(path, table)
     return 0 if all_trained else 1
 
 

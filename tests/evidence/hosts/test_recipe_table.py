@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from nemo_geomask.recipe import ROOT_VARIABLE
-from nemo_geomask.tools.rehearse import recipe_table
-from nemo_geomask.tools.rehearse.recipe_table import drawn, main, page, plan_recipes
+from tests.evidence.hosts import recipe_table
+from tests.evidence.hosts.recipe_table import drawn, main, plan_recipes, recipe_tables
 
 pytest.importorskip("hydra", reason="overrides are Hydra's")
 BASE = """
@@ -29,7 +28,18 @@ data: {train: {dataset_name: OpenMathInstruct-2}}
 logger: {log_dir: logs}
 cluster: {gpus_per_node: 8, num_nodes: 1}
 """
-ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def tables(tmp_path):
+    """The Markdown of results that are not in a file yet."""
+
+    def write(recipes):
+        path = tmp_path / "results.json"
+        path.write_text(json.dumps({"label": "main", "recipes": recipes}), encoding="utf-8")
+        return recipe_tables(path)
+
+    return write
 
 
 @pytest.fixture
@@ -50,7 +60,7 @@ def checkout(tmp_path, monkeypatch):
     return tmp_path / "RL"
 
 
-def test_each_recipe_is_planned_or_has_a_reason(checkout):
+def test_each_recipe_is_planned_or_has_a_reason(checkout, tables):
     table = dict(plan_recipes(checkout))
     assert set(table) == {
         *("configs/planned.yaml", "configs/sglang.yaml", "configs/checked.yaml"),
@@ -59,13 +69,13 @@ def test_each_recipe_is_planned_or_has_a_reason(checkout):
     planned = {"model_type": "qwen3_moe", "trainer": "DTensor v1", "script": "examples/run_grpo.py"}
     assert table["configs/planned.yaml"] == {"algorithm": "grpo", "planned": planned}
     assert table["configs/sglang.yaml"]["planned"] == {**planned, "in_place_of": "sglang"}
-    assert "sampled by vLLM in place of sglang" in page({"label": "main", "recipes": table})
+    assert "sampled by vLLM in place of sglang" in tables(table)
     assert table["configs/checked.yaml"]["refused"]["by"].startswith("check GM309 ")
     assert "NO_SUCH_VARIABLE" in table["nemo_gym/gym.yaml"]["refused"]["reason"]
     assert "no policy loss" in table["configs/sft.yaml"]["refused"]["reason"]
 
 
-def test_a_recipe_is_planned_under_the_variables_with_which_nemo_rl_starts_it(checkout, monkeypatch):
+def test_a_recipe_is_planned_under_the_variables_with_which_nemo_rl_starts_it(checkout, tables, monkeypatch):
     """GM307 stands for a refusal of NeMo-RL that a variable switches off."""
     monkeypatch.delenv("NRL_IGNORE_TP_ACCURACY_CHECK", raising=False)
     text = BASE.replace("_v2: false", "_v2: false, tensor_parallel_size: 4").replace(
@@ -78,7 +88,7 @@ def test_a_recipe_is_planned_under_the_variables_with_which_nemo_rl_starts_it(ch
     script.write_text("#!/bin/bash\nexport NRL_IGNORE_TP_ACCURACY_CHECK=1\nexport OTHER=2\n", encoding="utf-8")
     table = dict(plan_recipes(checkout))
     assert table["configs/wide.yaml"]["planned"]["environment"] == {"NRL_IGNORE_TP_ACCURACY_CHECK": "1"}
-    assert "NRL_IGNORE_TP_ACCURACY_CHECK=1 as in NeMo-RL" in page({"label": "main", "recipes": table})
+    assert "NRL_IGNORE_TP_ACCURACY_CHECK=1 as in NeMo-RL" in tables(table)
 
 
 def test_a_recipe_that_is_planned_later_leaves_the_lot_of_the_others():
@@ -96,28 +106,15 @@ def test_the_lot_falls_on_planned_recipes_and_is_the_same_each_time():
 
 
 def test_results_stay_and_the_page_says_how_they_ended(checkout, tmp_path, monkeypatch, capsys):
-    ended = {
-        "outcome": "failed",
-        "error": "step: loss of step 1 is nan",
-        "seconds": 9,
-        "date": "2026-11-24",
-        "steps": {},
-    }
-    monkeypatch.setattr(recipe_table, "rehearse_recipe", lambda path, timeout, environment: ended)
-    (tmp_path / "page.md").write_text("before\n<!-- recipes: begin -->\n<!-- recipes: end -->\nafter", encoding="utf-8")
-    where = ["--results", str(tmp_path / "results"), "--page", str(tmp_path / "page.md")]
+    run = {"outcome": "failed", "error": "step: loss of step 1 is nan", "seconds": 9, "date": "2026-11-24", "steps": {}}
+    monkeypatch.setattr(recipe_table, "rehearse_recipe", lambda path, timeout, environment: run)
+    where = ["--results", str(tmp_path / "results")]
     assert main([str(checkout), "--run", *where]) == 1
     assert main([str(checkout), *where]) == 0
-    text = (tmp_path / "page.md").read_text(encoding="utf-8")
+    text = recipe_tables(tmp_path / "results" / "main.json")
     assert "of 4 GRPO and PPO recipes, 2 are planned and 2 refused" in text
     assert "| configs/planned.yaml | yes | failed in 9 s: step: loss of step 1 is nan | 2026-11-24 |" in text
     assert "1 of supervised fine-tuning" in text
-    assert text.endswith("after")
     with pytest.raises(SystemExit):
         main([str(checkout), "--only", "nothing.yaml", *where])
     assert "has no recipe nothing.yaml" in capsys.readouterr().err
-
-
-def test_the_page_is_that_of_the_recorded_results():
-    table = json.loads((ROOT / "docs" / "hosts" / "recipes" / "main.json").read_text(encoding="utf-8"))
-    assert page(table) in (ROOT / "docs" / "reference" / "recipe_table.md").read_text(encoding="utf-8")

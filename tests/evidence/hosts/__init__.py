@@ -1,0 +1,1 @@
+"""Rehearsals with all versions of NeMo-RL; the results are in ``docs/hosts``."""
