@@ -162,8 +162,7 @@ docs: $(VENV)/.test
 	$(BIN)/python -m tests.benchmarks.tables
 	$(BIN)/python -m tests.pages
 	$(BIN)/python -m nemo_geomask.tools.diagnose.detection_power --page docs/background/verdict.md
-	$(BIN)/python -m nemo_geomask.tools.lab.evidence
-	$(BIN)/python -m nemo_geomask.tools.lab.tuned_evidence
+	$(BIN)/python -m tests.evidence.lab
 	$(BIN)/nemo-geomask schema --out recipes/recipe.schema.json
 
 SITE := .venv-site

@@ -22,8 +22,7 @@ SPEC = name[:level][+preset]...
           first colon is a registered loss if there is one with this name, and otherwise a module
   level   token, sequence, sequence_mean: importance-sampling correction at this level; none: no correction. One of
           these as the last word is always the level, so an attribute with such a name needs a level after it
-  preset  geometric, product, icepop, opsm, veto, trust_region, dppo_tv, dppo_kl, kpop, cppo, vaco, m2po: a mask,
-          with the bounds under lab.presets
+  preset  a mask by its name, such as geometric, icepop or dppo_tv, with the bounds under lab.presets
 
 examples
   nemo-geomask lab recipes/lab/demo.yaml

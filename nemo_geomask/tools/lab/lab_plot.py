@@ -1,4 +1,4 @@
-"""Plots of runs: ``lab.png`` of a report, and the figures of the evidence pages."""
+"""Plot of runs: ``lab.png`` of a report."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.optional import require
-from nemo_geomask.tools.lab.evidence_columns import EvidenceSpec, Runs, SeedMean, figure_look, figure_name
 from nemo_geomask.tools.lab.outcome import group_by_variant
 from nemo_geomask.tools.lab.run_store import RunCurves
-from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
-from nemo_geomask.tools.shared.palette import BLUE, GREEN, VERMILION, LineLook, line_look
-
-__all__ = ["draw_evidence", "import_pyplot", "write_plot"]
+from nemo_geomask.tools.shared.palette import LineLook, line_look
 
 _MIN_WINDOW, _WINDOWS_IN_A_RUN = 5, 25
 _LABEL_OF_A_COLUMN = 55  # characters of a label, with room for its suffix, at which two columns fit below the panels
@@ -52,7 +48,7 @@ def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
             (removed, "removed"),
             (weight, "geomask/weight_ess"),
         ):
-            _plot_runs(axes, runs, key, line_look(index), label=label + suffix, window=window)
+            plot_runs(axes, runs, key, line_look(index), label=label + suffix, window=window)
     chance = curves[0].facts["chance"]
     reward.axhline(chance, color="0.35", linewidth=1, linestyle=":", label=f"chance ({chance:.3f})")
     reward.set_ylim(0, 1)
@@ -86,44 +82,6 @@ def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
     pyplot.close(figure)
 
 
-def draw_evidence(curves: Runs, path: Path, spec: EvidenceSpec) -> None:
-    """Draw the figure of ``spec``: curves of a metric for some variants, and one column's intervals for all of them."""
-    pyplot = import_pyplot()
-    figure, (curve_axes, dot_axes) = pyplot.subplots(1, 2, figsize=(12, 4.6), gridspec_kw={"width_ratios": [1, 1.1]})
-    variants = spec.variants(curves)
-    baseline = spec.baseline_runs(curves)
-    for row in spec.plotted_rows:
-        name = figure_name(row)
-        _plot_runs(curve_axes, variants[row], spec.curves, figure_look(name), label=name, window=1)
-    if spec.curves == "reward":
-        curve_axes.axhline(curves[0].facts["chance"], color="0.35", linewidth=1, linestyle=":", label="chance")
-    curve_axes.set(
-        xlabel="step (rollout batch)", ylabel=spec.curve_label, title=f"{len(baseline)} seeds, thin; their mean, thick"
-    )
-    curve_axes.set_ylim(min(0, curve_axes.get_ylim()[0]), 1.35 * curve_axes.get_ylim()[1])
-    curve_axes.legend(fontsize="small", loc="upper left")
-    measure = next(
-        column for column in spec.columns if isinstance(column, SeedMean) and column.title == spec.dot_column
-    )
-    estimates = {name: measure.estimate(runs, baseline) for name, runs in variants.items()}
-    dots = [(name, *estimate) for name, estimate in reversed(estimates.items()) if estimate is not None]
-    for height, (_, mean, interval) in enumerate(dots):
-        low, high = interval or (mean, mean)
-        verdict_colour = GREEN if low > 0 else VERMILION if high < 0 else "0.45"
-        colour = verdict_colour if measure.is_paired else BLUE
-        dot_axes.plot([low, high], [height, height], color=colour, linewidth=2)
-        dot_axes.plot(mean, height, "o", color=colour)
-    dot_axes.set_yticks(range(len(dots)), [figure_name(row) for row, *_ in dots], fontsize="small")
-    dot_axes.axvline(0, color="0.35", linewidth=1)
-    dot_axes.set(
-        xlabel=f"{spec.curve_label}: {spec.dot_column}" if measure.is_paired else spec.dot_column,
-        title=f"mean over seeds, {CONFIDENCE_LABEL} interval",
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=100, metadata={"Software": None})
-    pyplot.close(figure)
-
-
 def import_pyplot() -> Any:
     """Import ``matplotlib.pyplot`` for drawing into files."""
     require("matplotlib", "the lab needs", "demo").use("Agg")
@@ -136,7 +94,7 @@ def _set_up_panel(axes: Any, title: str, unit: str) -> None:
     axes.grid(alpha=0.25)
 
 
-def _plot_runs(axes: Any, runs: Sequence[RunCurves], key: str, look: LineLook, *, label: str, window: int) -> None:
+def plot_runs(axes: Any, runs: Sequence[RunCurves], key: str, look: LineLook, *, label: str, window: int) -> None:
     """Plot a metric of each run as a thin line, and the mean of the runs as a thick one, averaged over some steps."""
     series = [run.series(key) for run in runs]
     stride = math.ceil(max(map(len, series)) / _MOST_POINTS) or 1

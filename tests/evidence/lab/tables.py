@@ -8,13 +8,11 @@ from statistics import fmean
 
 from nemo_geomask.tools.lab.outcome import WINDOW, best_reward, final_reward, has_collapsed, has_died
 from nemo_geomask.tools.lab.run_store import RunCurves
-from nemo_geomask.tools.lab.tuned_choice import TunedRun
-from nemo_geomask.tools.lab.tuned_comparison import PairedDifference, TunedComparison
-from nemo_geomask.tools.lab.tuned_regimes import Regime, TunedVariant
 from nemo_geomask.tools.shared.intervals import format_mean
 from nemo_geomask.tools.shared.markdown import markdown_table
-
-__all__ = ["comparison_tables", "sensitivity_table"]
+from tests.evidence.lab.choice import TunedRun
+from tests.evidence.lab.comparison import PairedDifference, TunedComparison
+from tests.evidence.lab.regimes import Regime, TunedVariant
 
 _COURSE_EVERY = 20  # steps between the columns of the primary comparison's course
 

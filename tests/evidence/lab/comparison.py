@@ -11,17 +11,10 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.lab.tuned_choice import Cell, TunedChoice, TunedRun, choose, mean_reward
-from nemo_geomask.tools.lab.tuned_regimes import Regime
 from nemo_geomask.tools.shared.intervals import format_mean, mean_interval
 from nemo_geomask.tools.shared.paired_tests import holm, sign_flip_p
-
-__all__ = [
-    "PairedDifference",
-    "TunedComparison",
-    "compare_tuned_runs",
-    "differences",
-]
+from tests.evidence.lab.choice import Cell, TunedChoice, TunedRun, choose, mean_reward
+from tests.evidence.lab.regimes import Regime
 
 _LEVEL = 0.05
 _MIN_SHARE = 0.9  # share of the seeds on which a difference that counts has its sign, except in the primary comparison

@@ -1,4 +1,4 @@
-"""Columns, rows and figures of the evidence pages, as ``evidence.toml`` defines them for each data file."""
+"""Columns, rows and figures of the evidence pages, as ``columns.toml`` defines them for each data file."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
+from pathlib import Path
 from statistics import fmean
 
 from nemo_geomask.tools.lab.outcome import best_reward, final_reward, group_by_variant, has_collapsed
 from nemo_geomask.tools.lab.run_store import RunCurves
 from nemo_geomask.tools.shared.intervals import format_interval, mean_interval
 from nemo_geomask.tools.shared.palette import LineLook, line_look
-
-__all__ = ["COMPUTED_COLUMNS", "EVIDENCE_SPECS", "EvidenceSpec", "Runs", "SeedMean", "figure_look", "figure_name"]
 
 Runs = Sequence[RunCurves]
 """Curves of several runs, which belong to one variant or to several."""
@@ -155,7 +153,7 @@ class EvidenceSpec:
         return {f"`{label}`": by_label[label] for label in ranked}
 
 
-_TABLE = tomllib.loads(files("nemo_geomask.tools.lab").joinpath("evidence.toml").read_text(encoding="utf-8"))
+_TABLE = tomllib.loads(Path(__file__).with_name("columns.toml").read_text(encoding="utf-8"))
 _FIGURES = _TABLE.pop("figures")
 
 
@@ -168,7 +166,7 @@ def figure_look(name: str) -> LineLook:
     """Return colour and line style of a variant, which are the same in all figures.
 
     Raises:
-        ValueError: ``looks`` in ``evidence.toml`` does not list the variant.
+        ValueError: ``looks`` in ``columns.toml`` does not list the variant.
     """
     return line_look(_FIGURES["looks"].index(name))
 

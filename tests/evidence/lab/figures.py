@@ -1,17 +1,53 @@
-"""Figure of a comparison with tuned baselines."""
+"""Figures of the evidence pages: of runs, and of a comparison with tuned baselines."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from statistics import fmean
 
-from nemo_geomask.tools.lab.evidence_columns import figure_look, figure_name
-from nemo_geomask.tools.lab.lab_plot import import_pyplot
-from nemo_geomask.tools.lab.tuned_comparison import TunedComparison
+from nemo_geomask.tools.lab.lab_plot import import_pyplot, plot_runs
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
 from nemo_geomask.tools.shared.palette import BLUE, GREEN, VERMILION
+from tests.evidence.lab.columns import EvidenceSpec, Runs, SeedMean, figure_look, figure_name
+from tests.evidence.lab.comparison import TunedComparison
 
-__all__ = ["draw_comparison"]
+
+def draw_evidence(curves: Runs, path: Path, spec: EvidenceSpec) -> None:
+    """Draw the figure of ``spec``: curves of a metric for some variants, and one column's intervals for all of them."""
+    pyplot = import_pyplot()
+    figure, (curve_axes, dot_axes) = pyplot.subplots(1, 2, figsize=(12, 4.6), gridspec_kw={"width_ratios": [1, 1.1]})
+    variants = spec.variants(curves)
+    baseline = spec.baseline_runs(curves)
+    for row in spec.plotted_rows:
+        name = figure_name(row)
+        plot_runs(curve_axes, variants[row], spec.curves, figure_look(name), label=name, window=1)
+    if spec.curves == "reward":
+        curve_axes.axhline(curves[0].facts["chance"], color="0.35", linewidth=1, linestyle=":", label="chance")
+    curve_axes.set(
+        xlabel="step (rollout batch)", ylabel=spec.curve_label, title=f"{len(baseline)} seeds, thin; their mean, thick"
+    )
+    curve_axes.set_ylim(min(0, curve_axes.get_ylim()[0]), 1.35 * curve_axes.get_ylim()[1])
+    curve_axes.legend(fontsize="small", loc="upper left")
+    measure = next(
+        column for column in spec.columns if isinstance(column, SeedMean) and column.title == spec.dot_column
+    )
+    estimates = {name: measure.estimate(runs, baseline) for name, runs in variants.items()}
+    dots = [(name, *estimate) for name, estimate in reversed(estimates.items()) if estimate is not None]
+    for height, (_, mean, interval) in enumerate(dots):
+        low, high = interval or (mean, mean)
+        verdict_colour = GREEN if low > 0 else VERMILION if high < 0 else "0.45"
+        colour = verdict_colour if measure.is_paired else BLUE
+        dot_axes.plot([low, high], [height, height], color=colour, linewidth=2)
+        dot_axes.plot(mean, height, "o", color=colour)
+    dot_axes.set_yticks(range(len(dots)), [figure_name(row) for row, *_ in dots], fontsize="small")
+    dot_axes.axvline(0, color="0.35", linewidth=1)
+    dot_axes.set(
+        xlabel=f"{spec.curve_label}: {spec.dot_column}" if measure.is_paired else spec.dot_column,
+        title=f"mean over seeds, {CONFIDENCE_LABEL} interval",
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+    pyplot.close(figure)
 
 
 def draw_comparison(comparison: TunedComparison, path: Path) -> None:

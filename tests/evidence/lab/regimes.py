@@ -11,8 +11,6 @@ from typing import Any
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.train_recipe import parse_seeds
 
-__all__ = ["Regime", "TunedVariant", "read_regimes"]
-
 
 @dataclass(frozen=True)
 class TunedVariant:

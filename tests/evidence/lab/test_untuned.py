@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.lab.evidence import PAGES, collect_runs, load_runs, rewrite_page, search_table, split_runs
-from nemo_geomask.tools.lab.evidence_columns import EVIDENCE_SPECS, EvidenceSpec, SeedMean
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 from nemo_geomask.tools.lab.outcome import best_reward, final_reward, has_collapsed
 from nemo_geomask.tools.lab.run_store import Run, RunCurves, read_curves, write_steps
 from nemo_geomask.tools.shared.intervals import mean_interval
+from tests.evidence.lab.columns import EVIDENCE_SPECS, EvidenceSpec, SeedMean
+from tests.evidence.lab.untuned import PAGES, collect_runs, load_runs, rewrite_page, search_table, split_runs
 from tests.tools.lab.tiny_recipe import TINY, merged
 
 pytest.importorskip("pyarrow", reason="runs are Parquet (demo extra)")

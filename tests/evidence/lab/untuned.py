@@ -1,13 +1,7 @@
-"""Tables and figures of the lab's runs in ``docs/reference``, from the data in ``docs/evidence/``.
-
-``python -m nemo_geomask.tools.lab.evidence`` rewrites them. With ``--collect NAME DIR…`` it first writes the metrics of
-the runs in these folders to ``docs/evidence/NAME.parquet``. ``nemo_geomask/tools/lab/evidence.toml`` defines the
-columns and figures for each data file; :mod:`nemo_geomask.tools.lab.evidence_columns` reads it.
-"""
+"""Data files and tables of runs whose learning rate was not tuned for each variant."""
 
 from __future__ import annotations
 
-import argparse
 import csv
 import itertools
 import math
@@ -21,13 +15,10 @@ import numpy as np
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.curve_files import read_columns, write_columns
-from nemo_geomask.tools.lab.evidence_columns import COMPUTED_COLUMNS, EVIDENCE_SPECS, EvidenceSpec, Runs, SeedMean
-from nemo_geomask.tools.lab.lab_plot import draw_evidence, write_plot
-from nemo_geomask.tools.lab.run_store import RunCurves, read_curves
+from nemo_geomask.tools.lab.run_store import RunCurves
 from nemo_geomask.tools.shared.intervals import format_interval, mean_interval
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
-
-__all__ = ["PAGES", "collect_runs", "load_runs", "rewrite_page", "search_table", "split_runs"]
+from tests.evidence.lab.columns import COMPUTED_COLUMNS, EVIDENCE_SPECS, EvidenceSpec, Runs, SeedMean
 
 PAGES = ("untuned_runs.md", "claims.md", "lab.md")
 """Pages of ``docs/reference`` with tables of this data."""
@@ -227,56 +218,3 @@ def rewrite_page(page: Path) -> str:
                 text, path.stem, _evidence_table(load_runs(path), EVIDENCE_SPECS[path.stem]), page=page.name
             )
     return text
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m nemo_geomask.tools.lab.evidence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("docs", nargs="?", type=Path, default=Path("docs"), help="folder of the pages (default: docs)")
-    parser.add_argument(
-        "--collect", nargs="+", metavar=("NAME", "DIR"), help="name of the data file to write, and folders of runs"
-    )
-    parser.add_argument(
-        "--split",
-        nargs="+",
-        metavar=("DIMENSION", "EDGE"),
-        help="with --collect: split the tokens of recorded runs by a dimension, at these edges",
-    )
-    parser.add_argument(
-        "--matched-by", default="", metavar="DIMENSION", help="with --split: weight bins as the first part"
-    )
-    parser.add_argument(
-        "--without-token", type=int, metavar="ID", help="with --split: leave out the tokens with this id"
-    )
-    arguments = parser.parse_args()
-    if arguments.split is None and (arguments.matched_by or arguments.without_token is not None):
-        parser.error("--matched-by and --without-token need --split")
-    folder = arguments.docs / "evidence"
-    if arguments.collect:
-        name, *folders = arguments.collect[0], *map(Path, arguments.collect[1:])
-        if arguments.split:
-            curves = split_runs(
-                folders,
-                arguments.split[0],
-                [float(edge) for edge in arguments.split[1:]],
-                matched_by=arguments.matched_by,
-                without_token=arguments.without_token,
-            )
-        else:
-            curves = read_curves(folders)
-        collect_runs(curves, folder / f"{name}.parquet", EVIDENCE_SPECS[name])
-    for path in sorted(folder.glob("*.parquet")):
-        curves, spec = load_runs(path), EVIDENCE_SPECS[path.stem]
-        if spec.curves:
-            draw_evidence(curves, path.with_suffix(".png"), spec)
-        if spec.panel_file:
-            write_plot(curves, arguments.docs / spec.panel_file)
-    for page in (arguments.docs / "reference" / name for name in PAGES):
-        page.write_text(rewrite_page(page), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    _main()

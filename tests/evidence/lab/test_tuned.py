@@ -12,15 +12,15 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
-from nemo_geomask.config.presets import PUBLISHED_SETTINGS
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.lab.evidence import load_runs
-from nemo_geomask.tools.lab.evidence_columns import EVIDENCE_SPECS, figure_look, figure_name
 from nemo_geomask.tools.lab.outcome import has_collapsed, has_died
 from nemo_geomask.tools.lab.run_store import RunCurves
-from nemo_geomask.tools.lab.tuned_choice import Cell, TunedRun, choose, choose_bounds, choose_rates
-from nemo_geomask.tools.lab.tuned_comparison import compare_tuned_runs, differences
-from nemo_geomask.tools.lab.tuned_evidence import (
+from nemo_geomask.tools.shared.intervals import mean_interval
+from tests.evidence.lab.choice import Cell, TunedRun, choose, choose_bounds, choose_rates
+from tests.evidence.lab.columns import EVIDENCE_SPECS, figure_look, figure_name
+from tests.evidence.lab.comparison import compare_tuned_runs, differences
+from tests.evidence.lab.regimes import Regime, TunedVariant, read_regimes
+from tests.evidence.lab.stages import (
     check_settings,
     check_stored_runs,
     load_tuned_runs,
@@ -30,9 +30,8 @@ from nemo_geomask.tools.lab.tuned_evidence import (
     with_missing_steps,
     write_tuned_runs,
 )
-from nemo_geomask.tools.lab.tuned_regimes import Regime, TunedVariant, read_regimes
-from nemo_geomask.tools.lab.tuned_tables import comparison_tables, sensitivity_table
-from nemo_geomask.tools.shared.intervals import mean_interval
+from tests.evidence.lab.tables import comparison_tables, sensitivity_table
+from tests.evidence.lab.untuned import load_runs
 
 ROOT = Path(__file__).parents[3]
 RATES, SEARCH, CONFIRM, PRIMARY = (1e-3, 2e-3), (1, 2), tuple(range(301, 311)), tuple(range(301, 317))
@@ -239,6 +238,8 @@ def test_the_data_file_keeps_curves_and_each_runs_machine(tmp_path):
     assert load_tuned_runs(tmp_path / "absent.parquet") == []
 
 
+@pytest.mark.long
+@pytest.mark.slow
 def test_the_protocols_regimes_can_be_planned(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     regimes = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")
@@ -289,27 +290,10 @@ def test_the_protocols_regimes_can_be_planned(tmp_path, monkeypatch):
         check_settings([stored], planned)
 
 
-def test_every_mask_and_level_has_five_bounds_with_its_published_one():
-    regimes = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")
-    variants = [variant for plan in regimes.values() for variant in plan.sensitivity.values()]
-    assert {len(variant.bounds) for variant in variants} == {5}
-    assert {preset_of(variant) for variant in variants} == {*PUBLISHED_SETTINGS, "token", "sequence", "sequence_mean"}
-    for variant in variants:
-        if preset := PUBLISHED_SETTINGS.get(preset_of(variant)):
-            pairs = (override.partition("=")[::2] for override in variant.bounds[variant.published])
-            values = {key.rpartition(".")[2]: value for key, value in pairs}
-            for key, value in preset.settings.items():
-                # What the plan does not set is the lab's own, which is that of PUBLISHED_SETTINGS.
-                found = values.get(key, value)
-                assert (float(found) if isinstance(value, float) else found) == value, (variant.name, key)
-    for plan in regimes.values():
-        for name, variant in plan.sensitivity.items():
-            if name in plan.variants:
-                assert plan.variants[name].bounds.items() <= variant.bounds.items()
-
-
-def preset_of(variant):
-    return variant.compare.removeprefix("clipped_pg:").removeprefix("none+")
+def test_a_variant_that_both_stages_run_has_the_same_bounds_in_both():
+    for plan in read_regimes(ROOT / "docs" / "evidence" / "tuned.toml").values():
+        for name in plan.sensitivity.keys() & plan.variants.keys():
+            assert plan.variants[name].bounds.items() <= plan.sensitivity[name].bounds.items()
 
 
 def test_the_table_of_bounds_has_what_was_run():
@@ -383,15 +367,20 @@ def test_a_run_without_its_machine_can_not_be_paired():
         compare_tuned_runs(runs, regime())
 
 
-def test_the_published_tables_are_the_datas(tmp_path, monkeypatch):
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_stored_runs_have_the_settings_of_the_plan(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name, plan in read_regimes(ROOT / "docs" / "evidence" / "tuned.toml").items():
+        check_stored_runs(plan, load_tuned_runs(ROOT / "docs" / "evidence" / "tuned" / f"{name}.parquet"))
+
+
+def test_the_published_tables_are_the_datas(tmp_path):
     shutil.copytree(ROOT / "docs" / "evidence" / "tuned", tmp_path / "evidence" / "tuned")
     page = tmp_path / "background" / "evidence.md"
     page.parent.mkdir()
     shutil.copy(ROOT / "docs" / "background" / "evidence.md", page)
     regimes = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")
-    monkeypatch.chdir(ROOT)
-    for name, plan in regimes.items():
-        check_stored_runs(plan, load_tuned_runs(ROOT / "docs" / "evidence" / "tuned" / f"{name}.parquet"))
     assert rewrite_tables(tmp_path, regimes) == page.read_text(encoding="utf-8")
     masks = ROOT / "docs" / "reference" / "masks.md"
     assert rewrite_bound_tables(ROOT / "docs", regimes) == masks.read_text(encoding="utf-8")

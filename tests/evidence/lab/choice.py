@@ -12,18 +12,7 @@ from statistics import fmean
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.outcome import final_reward
 from nemo_geomask.tools.lab.run_store import RunCurves
-from nemo_geomask.tools.lab.tuned_regimes import Regime
-
-__all__ = [
-    "Cell",
-    "TunedChoice",
-    "TunedRun",
-    "choose",
-    "choose_bound",
-    "choose_bounds",
-    "choose_rates",
-    "mean_reward",
-]
+from tests.evidence.lab.regimes import Regime
 
 
 @dataclass(frozen=True, order=True)

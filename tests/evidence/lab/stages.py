@@ -1,14 +1,7 @@
-"""Runs, tables and figures of the comparison with tuned baselines, as ``docs/evidence/protocol.md`` fixes them.
-
-``python -m nemo_geomask.tools.lab.tuned_evidence REGIME STAGE --out DIR`` trains what is missing of a stage, and writes
-the curves of its finished runs to ``docs/evidence/tuned/REGIME.parquet``. Without arguments it rewrites the tables of
-``docs/background/evidence.md`` and ``docs/reference/masks.md``, and the figures, from these files.
-``docs/evidence/tuned.toml`` has regimes, variants and bounds.
-"""
+"""Runs of the comparison with tuned baselines, as ``docs/evidence/protocol.md`` fixes them, and their data files."""
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,26 +14,14 @@ from nemo_geomask.tools.lab.curve_files import read_columns, write_columns
 from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.run_queue import train
 from nemo_geomask.tools.lab.run_store import Run, RunCurves
-from nemo_geomask.tools.lab.train_recipe import parse_seeds, plan_runs
-from nemo_geomask.tools.lab.tuned_choice import Cell, TunedRun, choose, choose_bound, choose_bounds
-from nemo_geomask.tools.lab.tuned_comparison import compare_tuned_runs
-from nemo_geomask.tools.lab.tuned_plot import draw_comparison
-from nemo_geomask.tools.lab.tuned_regimes import Regime, read_regimes
-from nemo_geomask.tools.lab.tuned_tables import comparison_tables, sensitivity_table
+from nemo_geomask.tools.lab.train_recipe import plan_runs
 from nemo_geomask.tools.shared.flat_settings import differing_keys, flatten_settings
 from nemo_geomask.tools.shared.markdown import replace_marked_text
-
-__all__ = [
-    "Stage",
-    "check_settings",
-    "check_stored_runs",
-    "load_tuned_runs",
-    "plan_stage",
-    "rewrite_bound_tables",
-    "rewrite_tables",
-    "with_missing_steps",
-    "write_tuned_runs",
-]
+from tests.evidence.lab.choice import Cell, TunedRun, choose, choose_bound, choose_bounds
+from tests.evidence.lab.comparison import compare_tuned_runs
+from tests.evidence.lab.figures import draw_comparison
+from tests.evidence.lab.regimes import Regime
+from tests.evidence.lab.tables import comparison_tables, sensitivity_table
 
 Stage = Literal["baseline", "bound", "rate", "confirm", "below", "sensitivity"]
 """Stage of the protocol.
@@ -213,13 +194,14 @@ def load_tuned_runs(path: Path) -> list[TunedRun]:
     ]
 
 
-def _train_stage(regime: Regime, stage: Stage, arguments: argparse.Namespace) -> bool:
+def train_stage(
+    regime: Regime, stage: Stage, *, docs: Path, out: Path, seeds: Sequence[int] | None = None, jobs: int = 1
+) -> bool:
     """Train what is missing of a stage and write its finished runs; return False if the user interrupted it."""
-    path = arguments.docs / "evidence" / "tuned" / f"{regime.name}.parquet"
+    path = docs / "evidence" / "tuned" / f"{regime.name}.parquet"
     stored = load_tuned_runs(path)
     stored_keys = {(run.cell, run.seed) for run in stored}
-    seeds = parse_seeds(arguments.seeds) if arguments.seeds else None
-    planned = plan_stage(regime, stage, stored, arguments.out / regime.name, seeds)
+    planned = plan_stage(regime, stage, stored, out / regime.name, seeds)
     # All runs of a seed come from one machine, so one seed is finished before the next one begins.
     missing = sorted(
         ((run.recipe.grpo.seed, cell, run) for cell, runs in planned.items() for run in runs),
@@ -229,9 +211,7 @@ def _train_stage(regime: Regime, stage: Stage, arguments: argparse.Namespace) ->
     if not missing:
         return True
     console = require("rich.console", "the lab needs", "demo").Console()
-    complete = train(
-        [run for *_, run in missing], Progress(console, len({seed for seed, *_ in missing})), jobs=arguments.jobs
-    )
+    complete = train([run for *_, run in missing], Progress(console, len({seed for seed, *_ in missing})), jobs=jobs)
     finished = []
     for _, cell, run in missing:
         if not run.steps_file.exists():
@@ -276,33 +256,3 @@ def rewrite_bound_tables(docs: Path, regimes: Mapping[str, Regime]) -> str:
             runs = load_tuned_runs(docs / "evidence" / "tuned" / f"{regime.name}.parquet")
             text = replace_marked_text(text, f"bounds_{regime.name}", sensitivity_table(runs, regime), page=page.name)
     return text
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m nemo_geomask.tools.lab.tuned_evidence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("regime", nargs="?", help="a regime of tuned.toml; none: rewrite the tables")
-    parser.add_argument("stage", nargs="?", choices=get_args(Stage), help="what to train")
-    parser.add_argument("--seeds", help="some of the stage's seeds, such as 301..303 (default: all)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
-    parser.add_argument("--out", type=Path, default=Path("results/tuned"), help="folder of the runs")
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of the pages and data (default: docs)")
-    arguments = parser.parse_args()
-    regimes = read_regimes(arguments.docs / "evidence" / "tuned.toml")
-    for regime in regimes.values():
-        check_stored_runs(regime, load_tuned_runs(arguments.docs / "evidence" / "tuned" / f"{regime.name}.parquet"))
-    if arguments.regime is not None:
-        if arguments.regime not in regimes or arguments.stage is None:
-            parser.error(
-                f"name a regime and a stage; regimes: {', '.join(regimes)}; stages: {', '.join(get_args(Stage))}"
-            )
-        _train_stage(regimes[arguments.regime], arguments.stage, arguments)
-    for page, rewrite in {"background/evidence.md": rewrite_tables, "reference/masks.md": rewrite_bound_tables}.items():
-        (arguments.docs / page).write_text(rewrite(arguments.docs, regimes), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    _main()
