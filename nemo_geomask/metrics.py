@@ -8,7 +8,6 @@ is a sum over tokens or sequences divided by a global count, so that metrics of 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -330,10 +329,3 @@ class Metrics(MutableMapping[str, float]):
     def copy(self) -> dict[str, float]:
         """Return a plain dict."""
         return dict(self._read())
-
-
-def __getattr__(name: str) -> Any:
-    if name == "summarized":
-        warnings.warn("summarized is now called nemo_geomask.metrics.summarize_step", DeprecationWarning, stacklevel=2)
-        return summarize_step
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

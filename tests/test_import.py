@@ -23,6 +23,7 @@ ORDER = [
     "plugin_imports",
     "config",
     "functional",
+    "objectives",
     "segments",
     "kernels",
     "parallel",
@@ -261,7 +262,7 @@ def test_lazy_parts_of_torch_stay_lazy():
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["check", "recipe.yaml"], ["schema"], ["translate", "--to", "verl", "recipe.yaml"]])
 def test_commands_that_read_settings_import_no_torch(words, tmp_path):
-    """An objective's settings and formula are apart from the code that computes it, so none of it is imported."""
+    """The modules of the objectives name formulas, which are imported when one is computed."""
     block = "loss_fn: {name: gspo, token_level_loss: false, masks: [{preset: geometric, min: 0.99, max: 1.01}]}"
     (tmp_path / "recipe.yaml").write_text(block, encoding="utf-8")
     code = f"""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_geomask import build_loss, metrics
+from nemo_geomask import build_loss
 from nemo_geomask.metrics import Label, Metrics, summarize_step
 from tests.helpers import batches
 
@@ -198,10 +198,3 @@ def test_the_effective_sample_size_counts_what_has_a_weight():
 def test_a_name_that_looks_like_a_bin_is_no_histogram():
     names = {"geomask/mask/long_bin_guard/removed": 0.25, "geomask/x_bin_07": 1.0}
     assert summarize_step(names) == names
-
-
-def test_the_former_name_of_summarize_step_still_works_with_a_warning():
-    with pytest.deprecated_call(match="summarize_step"):
-        assert metrics.summarized is summarize_step
-    with pytest.raises(AttributeError, match=r"module 'nemo_geomask\.metrics' has no attribute 'summarised'"):
-        metrics.summarised  # noqa: B018

@@ -16,7 +16,7 @@ from nemo_geomask.cli import main
 from nemo_geomask.config import MaskPreset, MaskRule, MaskStatistic, Truncation, WeightLevel
 from nemo_geomask.errors import ConfigError, PluginError
 from nemo_geomask.losses import Variant
-from nemo_geomask.losses.registry import BUILT_IN
+from nemo_geomask.objectives.registry import BUILT_IN
 from nemo_geomask.testing import PROMISES, SETTINGS, assert_promises, broken_promises, trials
 from tests.helpers.plugins_page import code_block
 

@@ -6,9 +6,9 @@ import argparse
 import json
 from pathlib import Path
 
-from nemo_geomask.config.objectives import LOSSES, load_objective
 from nemo_geomask.config.presets import PRESET_GROUP
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.objectives.registry import LOSSES
 from nemo_geomask.recipe.json_schema import recipe_schema
 
 __all__ = ["EXIT_STATUS", "add_arguments", "render", "run"]
@@ -76,5 +76,5 @@ def render(*, installed: bool = False) -> str:
         for name in PRESET_GROUP.available()
         if installed and not PRESET_GROUP.is_built_in(name)
     }
-    schema = recipe_schema({name: load_objective(name).options for name in names}, presets)
+    schema = recipe_schema({name: LOSSES.load(name).options for name in names}, presets)
     return json.dumps(schema, ensure_ascii=False, indent=2) + "\n"

@@ -7,8 +7,6 @@ names of the plugins and those of the built-in corrections, whose functions are 
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,28 +18,6 @@ __all__ = ["LEVELS", "SIGNED", "STATISTICS", "TRUNCATIONS", "MaskStatistic", "Tr
 T = TypeVar("T")
 
 
-def _accept_words(cls: type[T]) -> type[T]:
-    """Give a dataclass's field ``description`` its former name ``words`` too, as argument and attribute; both warn."""
-    message = f"the field words of nemo_geomask.config.{cls.__name__} is now called description"
-    init_with_description = cls.__init__
-
-    @functools.wraps(init_with_description)
-    def init(self: T, *args: Any, **kwargs: Any) -> None:
-        if "words" in kwargs:
-            warnings.warn(message, DeprecationWarning, stacklevel=2)
-            kwargs["description"] = kwargs.pop("words")
-        init_with_description(self, *args, **kwargs)
-
-    def words(self: Any) -> Any:
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.description
-
-    cls.__init__ = init  # type: ignore[assignment, method-assign]
-    cls.words = property(words)  # type: ignore[attr-defined]
-    return cls
-
-
-@_accept_words
 @dataclass(frozen=True)
 class MaskStatistic:
     """Statistic of each token that a mask compares with its bounds.
@@ -60,7 +36,6 @@ class MaskStatistic:
     description: str = ""
 
 
-@_accept_words
 @dataclass(frozen=True)
 class WeightLevel:
     """Level of the weight: how the mismatch of a sequence's tokens becomes the weight of each of them.
@@ -76,7 +51,6 @@ class WeightLevel:
     description: str = ""
 
 
-@_accept_words
 @dataclass(frozen=True)
 class Truncation:
     """Truncation of the weight.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -21,7 +21,7 @@ from nemo_geomask.config.strict import nearest
 from nemo_geomask.errors import PluginError, Problem
 from nemo_geomask.plugin_imports import import_plugin_module
 
-__all__ = ["Entry", "PluginGroup"]
+__all__ = ["Entry", "PluginGroup", "registered_entries"]
 
 _DISTRIBUTION = "nemo-geomask"
 T = TypeVar("T")
@@ -37,18 +37,11 @@ class Entry:
 
 
 @functools.lru_cache
-def _registered(group: str, find: Callable[..., Iterable[EntryPoint]], path: tuple[str, ...]) -> tuple[Entry, ...]:
-    """Return the entries of the distributions on ``path``; cached, as reading their metadata takes milliseconds.
-
-    Args:
-        group: the entry-point group.
-        find: ``importlib.metadata.entry_points``. It is an argument, and so part of the cache's key, because tests
-            replace it.
-        path: ``sys.path``, used only as part of the cache's key.
-    """
+def registered_entries(group: str, path: tuple[str, ...]) -> tuple[Entry, ...]:
+    """Return the group's entries; cached by ``sys.path`` too, as reading the metadata there takes milliseconds."""
     return tuple(
         Entry(point.name, point.value, "unknown distribution" if point.dist is None else point.dist.name)
-        for point in find(group=group)
+        for point in entry_points(group=group)
     )
 
 
@@ -86,7 +79,9 @@ class PluginGroup(Generic[T]):
         entries: dict[str, dict[tuple[str, str], Entry]] = {
             name: {(value, _DISTRIBUTION): Entry(name, value, _DISTRIBUTION)} for name, value in self.built_in.items()
         }
-        for entry in _registered(self.group, entry_points, tuple(sys.path)):
+        for entry in registered_entries(self.group, tuple(sys.path)):
+            if entry.distribution == _DISTRIBUTION and entry.name in self.built_in:
+                continue  # the table above is the checkout's; the metadata of an editable install may be older
             # A distribution that is found twice on sys.path (an editable install beside its checkout) is one claim.
             entries.setdefault(entry.name, {})[entry.value, entry.distribution] = entry
         return {name: tuple(entries[name].values()) for name in sorted(entries)}

@@ -3,40 +3,19 @@
 The tensors of a call are float32 or float64 and share one layout, such as [B, T] or [N]: see :func:`check_layout`.
 """
 
+# ruff: noqa: F403, F405
 from __future__ import annotations
 
-from nemo_geomask.functional.budgets import bound_by_mean, bound_by_share, position_weights
-from nemo_geomask.functional.entry import check_choice, check_layout
-from nemo_geomask.functional.kl import KLEstimator, kl_estimate, kl_penalty
-from nemo_geomask.functional.ratios import (
-    LOG_RATIO_LIMIT,
-    BinaryStatistic,
-    Statistic,
-    Weight,
-    binary_statistic,
-    clamp_weight,
-    filter_weight,
-    k3,
-    log_bound,
-    out_of_bounds,
-    outside,
-    saturating_exp,
-    token_statistic,
-)
-from nemo_geomask.functional.reductions import Normalization, inverse_count, token_coefficients
-from nemo_geomask.functional.surrogates import (
-    Surrogate,
-    clip_log_ratio,
-    clipped,
-    clipped_weight,
-    gamma_weight,
-    geometric_mean,
-    quadratic,
-    score_function,
-    soft_gate,
-    straight_through_ratio,
-    unclipped,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nemo_geomask.functional.budgets import *
+    from nemo_geomask.functional.entry import *
+    from nemo_geomask.functional.kl import *
+    from nemo_geomask.functional.ratios import *
+    from nemo_geomask.functional.reductions import *
+    from nemo_geomask.functional.surrogates import *
 
 __all__ = [
     "LOG_RATIO_LIMIT",
@@ -64,7 +43,6 @@ __all__ = [
     "kl_penalty",
     "log_bound",
     "out_of_bounds",
-    "outside",
     "position_weights",
     "quadratic",
     "saturating_exp",
@@ -75,3 +53,15 @@ __all__ = [
     "token_statistic",
     "unclipped",
 ]
+
+_MODULES = ("budgets", "entry", "kl", "ratios", "reductions", "surrogates")
+
+
+def __getattr__(name: str) -> Any:
+    # The modules, and torch with them, are imported with the first formula that is used: the modules of the objectives
+    # name formulas, and a recipe's settings are read without torch.
+    if name in __all__:
+        for module in (importlib.import_module(f"{__name__}.{room}") for room in _MODULES):
+            globals().update({key: getattr(module, key) for key in module.__all__ if key in __all__})
+        return globals()[name]
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -9,7 +9,6 @@ training engine with the generation engine. Pooled over a token, sequence or oth
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -28,7 +27,6 @@ __all__ = [
     "k3",
     "log_bound",
     "out_of_bounds",
-    "outside",
     "saturating_exp",
     "token_statistic",
 ]
@@ -89,13 +87,6 @@ def out_of_bounds(value: Tensor, low: float, high: float) -> tuple[Tensor, Tenso
     """
     check_layout(value=value)
     return value < low, value > high
-
-
-def outside(value: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Return :func:`out_of_bounds` under its former name; deprecated."""
-    message = "nemo_geomask.functional.outside is now nemo_geomask.functional.out_of_bounds; use that name"
-    warnings.warn(message, DeprecationWarning, stacklevel=2)
-    return out_of_bounds(value, low, high)
 
 
 def k3(log_ratio: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from nemo_geomask.losses.build import build_loss
 from nemo_geomask.losses.policy_loss import PolicyLoss
 from nemo_geomask.losses.prestep import Decision, OpenBatch, PrestepPass
-from nemo_geomask.losses.registry import GROUP, Entry, available, load
-from nemo_geomask.losses.variant import NoOptions, Part, SurrogateInputs, Variant
+from nemo_geomask.objectives.registry import GROUP, Entry, available, load
+from nemo_geomask.objectives.variant import NoOptions, Part, SurrogateInputs, Variant
 
 __all__ = [
     "GROUP",

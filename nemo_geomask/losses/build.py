@@ -8,10 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nemo_geomask.config.resolved_loss import resolve_variant
 from nemo_geomask.errors import Problem
 from nemo_geomask.losses.policy_loss import PolicyLoss
-from nemo_geomask.losses.registry import load
+from nemo_geomask.objectives.resolved_loss import resolve_loss
 
 __all__ = ["build_loss", "build_with_warnings"]
 
@@ -48,7 +47,7 @@ def build_with_warnings(
 
     Arguments and errors are those of :func:`build_loss`.
     """
-    resolved, problems = resolve_variant(config, load)
+    resolved, problems = resolve_loss(config)
     loss = PolicyLoss(
         resolved.config, resolved.variant, resolved.options, use_fused_linear_logprobs=use_fused_linear_logprobs
     )

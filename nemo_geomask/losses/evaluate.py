@@ -19,8 +19,8 @@ from nemo_geomask.losses.batch_metrics import report_audit, report_batch, report
 from nemo_geomask.losses.correction import correct, request_mismatch
 from nemo_geomask.losses.rejection import reject, request_rules
 from nemo_geomask.losses.sequence_stats import SequencePool, SequenceStats
-from nemo_geomask.losses.variant import SurrogateInputs, Variant
 from nemo_geomask.metrics import Label, Metric, MetricSums, Normalizer
+from nemo_geomask.objectives.variant import SurrogateInputs, Variant
 from nemo_geomask.segments import PaddedSegments, Segments
 
 __all__ = ["evaluate", "metric_labels"]

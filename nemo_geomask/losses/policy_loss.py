@@ -27,8 +27,8 @@ from nemo_geomask.losses.batch import (
 from nemo_geomask.losses.compiled import CompiledPass
 from nemo_geomask.losses.evaluate import evaluate, metric_labels
 from nemo_geomask.losses.rank_check import RankCheck
-from nemo_geomask.losses.variant import Variant
 from nemo_geomask.metrics import Label, Metrics
+from nemo_geomask.objectives.variant import Variant
 from nemo_geomask.segments import PackedSegments, PaddedSegments, Segments
 from nemo_geomask.segments.padded import NO_TENSORS
 from nemo_geomask.segments.rank_comparison import as_lost_rank_error

@@ -6,7 +6,6 @@ A mask has a budget if ``drop_at_most`` or ``until_mean`` takes the place of its
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,13 +48,6 @@ class Decision:
     reason: str = ""
     changes: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def why(self) -> str:
-        """Former name of :attr:`reason`, deprecated."""
-        message = "nemo_geomask.losses.Decision.why is now called Decision.reason"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.reason
 
 
 class PrestepPass:

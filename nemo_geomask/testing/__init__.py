@@ -15,8 +15,9 @@ from nemo_geomask.config.corrections import LEVELS, STATISTICS, TRUNCATIONS, Mas
 from nemo_geomask.config.presets import PRESET_GROUP
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, TOKEN_MASK
 from nemo_geomask.errors import PluginError
-from nemo_geomask.losses import PrestepPass, registry
+from nemo_geomask.losses import PrestepPass
 from nemo_geomask.losses.build import build_with_warnings
+from nemo_geomask.objectives import registry
 from nemo_geomask.testing.promises import PROMISES, Promise, uneven_batch
 
 __all__ = ["PROMISES", "SETTINGS", "Promise", "assert_promises", "broken_promises", "trials"]

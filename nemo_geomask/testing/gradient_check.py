@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, TOKEN_MASK
 from nemo_geomask.losses import PolicyLoss
-from nemo_geomask.losses.variant import SurrogateInputs
+from nemo_geomask.objectives.variant import SurrogateInputs
 
 __all__ = ["find_gradient_error"]
 

@@ -117,14 +117,6 @@ def test_a_clamp_has_no_gradient_beyond_its_bounds(clamp, low, high):
     assert ((grad != 0) == inside).all()
 
 
-def test_outside_is_the_former_name_of_out_of_bounds():
-    x = torch.tensor([-1.0, 0.0, 1.0, 2.0])
-    with pytest.warns(DeprecationWarning, match="out_of_bounds"):
-        below, above = F.outside(x, 0.0, 1.0)
-    assert below.tolist() == [True, False, False, False]
-    assert above.tolist() == [False, False, False, True]
-
-
 def test_inside_the_clip_the_halves_of_a_tie_add_up():
     # min(rA, clip(r)A): both products are equal there, and each gets half of the gradient.
     x = torch.tensor([-0.15, -0.01, 0.0, 0.01, 0.15], requires_grad=True)

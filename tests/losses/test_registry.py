@@ -4,7 +4,6 @@ import math
 import pickle
 import tomllib
 import warnings
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,8 @@ from nemo_geomask import build_loss
 from nemo_geomask import functional as F
 from nemo_geomask.config import MaskPreset, MaskRule, StrictModel, plugins
 from nemo_geomask.errors import ConfigError, PluginError
-from nemo_geomask.losses import PrestepPass, Variant, available, registry
+from nemo_geomask.losses import PrestepPass, Variant, available
+from nemo_geomask.objectives import registry
 from tests.helpers import plugin_corrections
 from tests.helpers.batches import evaluate, rollouts
 from tests.helpers.plugin_corrections import CORRECTION, GAPS, SOFTLY
@@ -58,18 +58,13 @@ class Ruleless(MaskPreset):
     factor: float = Field(gt=1)
 
 
-class Distribution:
-    def __init__(self, name):
-        self.name = name
-
-
 @pytest.fixture
 def register(monkeypatch):
     """Pretend that distributions registered entry points beside the installed ones."""
 
     def install(*points, group=registry.GROUP):
-        found = [EntryPoint(name, value, group)._for(Distribution(owner)) for owner, name, value in points]
-        monkeypatch.setattr(plugins, "entry_points", lambda group: [point for point in found if point.group == group])
+        entries = tuple(plugins.Entry(name, value, owner) for owner, name, value in points)
+        monkeypatch.setattr(plugins, "registered_entries", lambda other, path: entries if other == group else ())
 
     return install
 
@@ -308,12 +303,12 @@ def test_corrections_of_another_distribution_are_computed_as_ours_are(by, regist
     settings, mask = dict(SOFTLY), dict(GAPS)
     if by == "name":
         groups = {"GAP": "mask_statistics", "ROOT_LEVEL": "weight_levels", "SOFT": "truncations"}
-        found = [
-            ("somebody", name.lower(), f"{HERE}:{name}", f"nemo_geomask.{group}") for name, group in groups.items()
-        ]
-        points = [EntryPoint(name, value, group)._for(Distribution(owner)) for owner, name, value, group in found]
+        entries = {
+            f"nemo_geomask.{group}": (plugins.Entry(name.lower(), f"{HERE}:{name}", "somebody"),)
+            for name, group in groups.items()
+        }
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(plugins, "entry_points", lambda group: [point for point in points if point.group == group])
+            patched.setattr(plugins, "registered_entries", lambda group, path: entries.get(group, ()))
             settings |= {"is_correction_level": "root_level", "truncated_importance_sampling_type": "soft"}
             loss = build_loss({**settings, "masks": [mask | {"statistic": "gap"}]})
     else:

@@ -9,11 +9,11 @@ from pydantic.fields import FieldInfo
 
 from nemo_geomask.config.fields import Recording
 from nemo_geomask.config.loss_config import LossConfig
-from nemo_geomask.config.objectives import LOSSES
 from nemo_geomask.config.plugins import PluginGroup
-from nemo_geomask.config.resolved_loss import resolve_loss
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.hosts.nemo_rl.host_patches import PATCH_GROUPS
+from nemo_geomask.objectives.registry import LOSSES
+from nemo_geomask.objectives.resolved_loss import resolve_loss
 from nemo_geomask.records import COLUMNS
 from nemo_geomask.tools.check.all_rules import RULES
 from nemo_geomask.tools.check.objective_text import surrogate_parts

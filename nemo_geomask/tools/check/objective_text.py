@@ -9,10 +9,10 @@ from typing import Any
 
 from nemo_geomask.config import LossConfig, MaskRule
 from nemo_geomask.config.corrections import SIGNED
-from nemo_geomask.config.objective import Objective, Part, Parts
-from nemo_geomask.config.resolved_loss import ResolvedLoss
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import PluginError, Problem
+from nemo_geomask.objectives.resolved_loss import ResolvedLoss
+from nemo_geomask.objectives.variant import Part, Parts
 
 __all__ = ["describe", "surrogate_parts"]
 
@@ -22,7 +22,7 @@ def _format_number(value: float) -> str:
     return f"{value:.6g}"
 
 
-def describe(loss: ResolvedLoss[Objective]) -> tuple[Part, ...]:
+def describe(loss: ResolvedLoss) -> tuple[Part, ...]:
     """Return the parts of a loss's objective: the total loss, then each of its terms."""
     config = loss.config
     return (
@@ -64,7 +64,7 @@ def _total_loss(config: LossConfig) -> Part:
     return Part(formula, f"{explanation}.")
 
 
-def surrogate_parts(loss: ResolvedLoss[Objective]) -> Parts:
+def surrogate_parts(loss: ResolvedLoss) -> Parts:
     """Return the variant's :attr:`~nemo_geomask.losses.Variant.parts` with the loss's settings filled in.
 
     Text in braces is replaced: ``{name}`` by the setting or option of that name; ``{low}`` and ``{high}`` by the clip's

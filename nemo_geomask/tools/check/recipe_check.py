@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from nemo_geomask.config.objective import Part
+from nemo_geomask.objectives.variant import Part
 from nemo_geomask.recipe import Recipe, read_recipe
 from nemo_geomask.tools.check import MISMATCH_KL, UNCHECKED_SECTIONS
 from nemo_geomask.tools.check.all_rules import Report, check

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.config.loss_config import LossConfig
-from nemo_geomask.config.objective import Objective
-from nemo_geomask.config.resolved_loss import ResolvedLoss
 from nemo_geomask.errors import Problem
+from nemo_geomask.objectives.resolved_loss import ResolvedLoss
+from nemo_geomask.objectives.variant import Variant
 from nemo_geomask.plugin_imports import NOT_IMPORTED
 from nemo_geomask.recipe import Recipe
 from nemo_geomask.tools.check import MISMATCH_KL
@@ -49,13 +49,13 @@ class RecipeFacts:
     """
 
     recipe: Recipe
-    loss: ResolvedLoss[Objective] | None
+    loss: ResolvedLoss | None
     problems: tuple[Problem, ...] = ()
     warnings: tuple[Problem, ...] = ()
     mismatch_kl: float = MISMATCH_KL
     gpu: str | None = None
     measured_tokens: int | None = None
-    provisional_loss: ResolvedLoss[Objective] | None = None
+    provisional_loss: ResolvedLoss | None = None
     unsettled: frozenset[str] = frozenset()
     not_imported: tuple[Problem, ...] = ()
 
@@ -85,7 +85,7 @@ class RecipeFacts:
         return self._resolved_loss.config
 
     @property
-    def objective(self) -> Objective:
+    def objective(self) -> Variant:
         """The objective of the loss, or of the provisional loss.
 
         Raises:
@@ -94,7 +94,7 @@ class RecipeFacts:
         return self._resolved_loss.variant
 
     @property
-    def _resolved_loss(self) -> ResolvedLoss[Objective]:
+    def _resolved_loss(self) -> ResolvedLoss:
         loss = self.loss or self.provisional_loss
         if loss is None:
             raise LookupError("the recipe trains no policy loss")

@@ -6,12 +6,11 @@ import re
 from typing import Any, NamedTuple
 
 from nemo_geomask.config.loss_config import LossConfig
-from nemo_geomask.config.objective import Objective
-from nemo_geomask.config.resolved_loss import ResolvedLoss, resolve_loss
 from nemo_geomask.config.strict import nearest
 from nemo_geomask.errors import GeomaskError, Problem
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_FIELDS, neutral_values_in_source
 from nemo_geomask.hosts.nemo_rl.loss_block import unread_fields
+from nemo_geomask.objectives.resolved_loss import ResolvedLoss, resolve_loss
 from nemo_geomask.recipe import Recipe
 
 __all__ = ["RecipeLoss", "build_recipe_loss", "other_algorithm", "trains_nemo_rl_loss"]
@@ -38,10 +37,10 @@ class RecipeLoss(NamedTuple):
         unsettled: dotted keys, and sections, whose value in the provisional loss is not what the user meant.
     """
 
-    loss: ResolvedLoss[Objective] | None
+    loss: ResolvedLoss | None
     problems: tuple[Problem, ...] = ()
     warnings: tuple[Problem, ...] = ()
-    provisional: ResolvedLoss[Objective] | None = None
+    provisional: ResolvedLoss | None = None
     unsettled: frozenset[str] = frozenset()
 
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_geomask.config import LossConfig, MaskRule
-from nemo_geomask.config.objective import Objective
-from nemo_geomask.config.resolved_loss import ResolvedLoss, resolve_loss
 from nemo_geomask.config.strict import as_yaml
+from nemo_geomask.objectives.resolved_loss import ResolvedLoss, resolve_loss
 from nemo_geomask.optional import require
 from nemo_geomask.tools.translate.peers.verl import PEER
 from nemo_geomask.tools.translate.setting_values import nested
@@ -40,7 +39,7 @@ _UNBOUNDED = 1e9
 """Value that means no bound where verl requires one; verl clamps ratios to e^20 before it applies the bound."""
 _CLIP = {"ratio_clip_min", "ratio_clip_max", "ratio_clip_c"}
 
-Described = ResolvedLoss[Objective]
+Described = ResolvedLoss
 
 
 @dataclass(frozen=True)

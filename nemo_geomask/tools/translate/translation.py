@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.config import LossConfig, nearest
-from nemo_geomask.config.resolved_loss import resolve_loss
 from nemo_geomask.config.strict import inline_yaml
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.objectives.resolved_loss import resolve_loss
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.translate.peer_table import Assign, Peer, PeerSettings, Remark
 from nemo_geomask.tools.translate.peers import PEERS

@@ -14,7 +14,7 @@ import pytest
 import nemo_geomask
 from nemo_geomask.cli import main
 from nemo_geomask.hosts.nemo_rl import environment_probe, installation_report, installed_version
-from nemo_geomask.losses.registry import Entry
+from nemo_geomask.objectives.registry import Entry
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ def test_all_is_well(registered, capsys):
         "nemo_rl        9.8.7",
         "ok      nemo_rl.algorithms.grpo: setup (for every run",
         "absent  nemo_rl.algorithms.ppo: setup (for every run",
-        "gspo         nemo_geomask.losses.variants:GSPO (nemo-geomask)",
+        "gspo         nemo_geomask.objectives.gspo:GSPO (nemo-geomask)",
         "workers.a.Unbuilt: not built yet",
         "workers.a.Drivers\n",
         "ok      worker nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker\n",

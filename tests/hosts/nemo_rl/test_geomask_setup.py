@@ -23,7 +23,7 @@ from nemo_geomask.hosts.nemo_rl import (
     with_geomask,
 )
 from nemo_geomask.losses import PolicyLoss, Variant
-from nemo_geomask.losses.variants import CLIPPED_PG
+from nemo_geomask.objectives.clipped_pg import CLIPPED_PG
 
 GSPO = {"name": "gspo", "token_level_loss": False}
 REFUSED = {"nonfinite": "raise"}  # by the fake

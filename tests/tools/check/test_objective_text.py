@@ -7,7 +7,7 @@ import pytest
 from nemo_geomask import build_loss
 from nemo_geomask.errors import PluginError
 from nemo_geomask.losses import available
-from nemo_geomask.losses.registry import BUILT_IN
+from nemo_geomask.objectives.registry import BUILT_IN
 from nemo_geomask.tools.check import describe
 
 
@@ -121,7 +121,7 @@ def test_without_kl_or_weight_neither_is_in_it():
 
 def test_an_objective_from_elsewhere_says_what_it_is_or_is_named_by_its_source(tmp_path, monkeypatch):
     (tmp_path / "their_loss.py").write_text(
-        "from nemo_geomask.losses import Part, Variant\nfrom nemo_geomask.losses.variants import CLIPPED_PG\n"
+        "from nemo_geomask.losses import Part, Variant\nfrom nemo_geomask.objectives.clipped_pg import CLIPPED_PG\n"
         "THEIRS = Variant(surrogate=CLIPPED_PG.surrogate, pool=CLIPPED_PG.pool, source='their paper, eq. 1')\n"
         "SAID = Variant(surrogate=CLIPPED_PG.surrogate, pool=CLIPPED_PG.pool,\n"
         "    parts=(Part('ℓ_t = {ratio_clip_min}', 'Theirs.'),))\n"

@@ -32,7 +32,7 @@ def plugin(tmp_path, monkeypatch):
 
 
 def test_is_found_in_the_current_folder_after_everything_else(plugin, capsys):
-    plugin("import sys\npath = list(sys.path)\nfrom nemo_geomask.losses.variants import GSPO as MINE\n")
+    plugin("import sys\npath = list(sys.path)\nfrom nemo_geomask.objectives.gspo import GSPO as MINE\n")
     path = list(sys.path)
     main(["check", "recipe.yaml"])
     assert "own_losses" not in capsys.readouterr().err

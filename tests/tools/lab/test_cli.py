@@ -312,7 +312,7 @@ def test_a_run_that_breaks_says_so(recipe, tmp_path, capsys):
 @pytest.fixture
 def own_losses(tmp_path, monkeypatch):
     (tmp_path / "my_own_losses.py").write_text(
-        "from nemo_geomask.losses.variants import CISPO as MINE\ntoken = MINE\n", encoding="utf-8"
+        "from nemo_geomask.objectives.clipped_pg import CISPO as MINE\ntoken = MINE\n", encoding="utf-8"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from pydantic import BaseModel
 
 from nemo_geomask.config.conflicts import find_conflicts
 from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.config.loss_settings import LossSettings
-from nemo_geomask.config.objective import Objective
-from nemo_geomask.config.objectives import load_objective
 from nemo_geomask.config.strict import as_yaml, parse
 from nemo_geomask.errors import ConfigError, PluginError, Problem
+from nemo_geomask.objectives import registry
+from nemo_geomask.objectives.variant import Variant
 
-__all__ = ["ResolvedLoss", "resolve_loss", "resolve_variant"]
+__all__ = ["ResolvedLoss", "resolve_loss"]
 
 _PREFIX = "loss_fn"
 _OPTIONS = f"{_PREFIX}.options"
 _UNSET = object()
-V = TypeVar("V", bound=Objective)
 
 
 @dataclass(frozen=True)
-class ResolvedLoss(Generic[V]):
-    """Settings in force of a loss, without the code that computes it unless a variant was asked for.
+class ResolvedLoss:
+    """Objective and settings in force of a loss.
 
     Attributes:
         config: settings in force, with the objective's defaults applied.
@@ -35,29 +34,22 @@ class ResolvedLoss(Generic[V]):
     """
 
     config: LossConfig
-    variant: V
+    variant: Variant
     options: BaseModel
 
 
-def resolve_loss(config: Mapping[str, Any] | BaseModel) -> tuple[ResolvedLoss[Objective], tuple[Problem, ...]]:
+def resolve_loss(config: Mapping[str, Any] | BaseModel) -> tuple[ResolvedLoss, tuple[Problem, ...]]:
     """Return what ``config`` describes, and warnings: settings that are allowed but probably not meant.
 
     Argument and errors are those of :func:`nemo_geomask.build_loss`. This package's own objectives need no torch.
     """
-    return resolve_variant(config, load_objective)
-
-
-def resolve_variant(
-    config: Mapping[str, Any] | BaseModel, load: Callable[[str], V]
-) -> tuple[ResolvedLoss[V], tuple[Problem, ...]]:
-    """Return the same with the variant that ``load`` finds by its name."""
     explicit = _explicit_settings(config)
     problems = _problems(LossSettings, explicit, prefix=_PREFIX)
     invalid_fields = frozenset[str]().union(*(problem.fields for problem in problems))
     valid_fields = LossSettings.model_fields.keys() - invalid_fields
     settings = LossSettings.model_validate({key: value for key, value in explicit.items() if str(key) in valid_fields})
     try:
-        variant = load(settings.name)
+        variant = registry.load(settings.name)
     except PluginError as error:
         if not problems:
             raise
@@ -110,7 +102,7 @@ def _problems(model: type[BaseModel], data: Mapping[str, Any], *, prefix: str) -
 
 
 def _contradictions(
-    settings: LossSettings, in_force: LossSettings, variant: Objective, invalid_fields: frozenset[str]
+    settings: LossSettings, in_force: LossSettings, variant: Variant, invalid_fields: frozenset[str]
 ) -> Iterator[Problem]:
     """Yield settings that the variant refuses, and settings in force that contradict each other.
 
@@ -147,7 +139,7 @@ def _problem(keys: Iterable[str], message: str) -> Problem:
     return Problem(tuple(f"{_PREFIX}.{key}" for key in keys), message)
 
 
-def _check_variant(name: str, variant: Objective) -> None:
+def _check_variant(name: str, variant: Variant) -> None:
     """Raise PluginError if the variant's definition is invalid, which is not the recipe's error."""
     unknown = [key for key in variant.refuses if key not in LossConfig.model_fields]
     faults = [f"refuses unknown settings: {', '.join(unknown)}"] if unknown else []
@@ -158,7 +150,7 @@ def _check_variant(name: str, variant: Objective) -> None:
         raise PluginError(_problem(("name",), f"the variant '{name}' {', and '.join(faults)}"))
 
 
-def _objective_masks(settings: LossSettings, variant: Objective) -> tuple[Any, ...]:
+def _objective_masks(settings: LossSettings, variant: Variant) -> tuple[Any, ...]:
     """Return the masks that belong to the objective.
 
     Raises: ConfigError: an option makes them invalid. PluginError: they are invalid without any option.

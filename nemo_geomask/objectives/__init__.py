@@ -1,0 +1,1 @@
+"""Objectives, each with its settings, formula and function; importing them needs no torch."""
