@@ -44,6 +44,8 @@ ORDER = [
     "tools/lab",
     "cli",
 ]
+# Within diagnose, in the order of the data.
+DIAGNOSE_ORDER = ["read", "measure", "locate", "explain", "report"]
 # Rooms that share no words: tensors know no settings and settings know no tensors.
 APART = {("functional", "config"), ("segments", "config"), ("segments", "functional")}
 
@@ -111,6 +113,25 @@ def _forbidden_imports(path: Path):
 
 def test_rooms_import_only_from_rooms_before_them():
     assert [sentence for path in MODULES for sentence in _forbidden_imports(path)] == []
+
+
+def _rooms_below_diagnose(name: str) -> int:
+    """Place in the order of the data; a file beside the rooms may import from all of them."""
+    parts = name.removeprefix("nemo_geomask.tools.diagnose").strip(".").split(".")
+    return DIAGNOSE_ORDER.index(parts[0]) if parts[0] in DIAGNOSE_ORDER else len(DIAGNOSE_ORDER)
+
+
+def test_a_log_passes_the_rooms_of_diagnose_one_way():
+    rooms = PACKAGE / "tools" / "diagnose"
+    assert {path.name for path in rooms.iterdir() if (path / "__init__.py").is_file()} == set(DIAGNOSE_ORDER)
+    backwards = [
+        f"{path.relative_to(rooms)} imports {name}"
+        for path in rooms.rglob("*.py")
+        for name in _imports(path)
+        if name.startswith("nemo_geomask.tools.diagnose")
+        and _rooms_below_diagnose(name) > _rooms_below_diagnose(_dotted(path))
+    ]
+    assert backwards == []
 
 
 # Tools whose public functions other tools may use; tools/shared is for all of them.

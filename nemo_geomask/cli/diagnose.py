@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from nemo_geomask.tools.diagnose.diagnose_command import DiagnoseOptions, run_diagnose
+    from nemo_geomask.tools.diagnose.report.diagnose_command import DiagnoseOptions, run_diagnose
 
     options = DiagnoseOptions(
         directories=arguments.directories,

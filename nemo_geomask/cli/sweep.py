@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     from nemo_geomask.recipe.shipped_files import find_recipe
-    from nemo_geomask.tools.diagnose.sweep_command import SweepOptions, run_sweep
+    from nemo_geomask.tools.diagnose.report.sweep_command import SweepOptions, run_sweep
 
     reason = run_sweep(
         SweepOptions(

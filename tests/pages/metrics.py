@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from nemo_geomask.tools.diagnose.logged_metrics import read_logged
-from nemo_geomask.tools.diagnose.metric_guide import LABEL, Family, MetricEntry, metric_families
+from nemo_geomask.tools.diagnose.measure.metric_guide import LABEL, Family, MetricEntry, metric_families
+from nemo_geomask.tools.diagnose.read.logged_metrics import read_logged
 from nemo_geomask.tools.shared.markdown import markdown_table
 
 RANGES_FILE = Path(__file__).parents[2] / "docs" / "diagnose" / "lab-metrics.json"

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from nemo_geomask.tools.check import RULES
-from nemo_geomask.tools.diagnose.metric_guide import metric_families
+from nemo_geomask.tools.diagnose.measure.metric_guide import metric_families
 from tests.pages.__main__ import COMMITTED, DOCS, SITE, update
 
 

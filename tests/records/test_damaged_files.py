@@ -219,7 +219,7 @@ def test_texts_are_read_however_they_are_encoded(tmp_path, use_dictionary):
 
 
 def test_a_text_that_is_not_utf_8_is_named(tmp_path):
-    reader = pytest.importorskip("nemo_geomask.tools.diagnose.record_reader", reason="diagnose decodes texts")
+    reader = pytest.importorskip("nemo_geomask.tools.diagnose.read.record_reader", reason="diagnose decodes texts")
     path = record(tmp_path)
     rewrite(path, with_column("environment", ["abcdefgh"] * 4))
     parquet.write_table(parquet.read_table(path), path, compression="none", use_dictionary=False)

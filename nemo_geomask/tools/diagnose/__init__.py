@@ -14,16 +14,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS_BY_NAME
-    from nemo_geomask.tools.diagnose.html_report import write_report
-    from nemo_geomask.tools.diagnose.logged_metrics import metric_series
-    from nemo_geomask.tools.diagnose.logprob_checks import UNSURE_LOGPROB
-    from nemo_geomask.tools.diagnose.measured_run import MeasuredRun, measure_run
-    from nemo_geomask.tools.diagnose.record_sources import RunFiles, find_run, find_runs
-    from nemo_geomask.tools.diagnose.run_statistics import BIN_SUMS, RunStatistics
-    from nemo_geomask.tools.diagnose.run_survey import read_step, survey_run
-    from nemo_geomask.tools.diagnose.step_survey import survey_block
-    from nemo_geomask.tools.diagnose.verdict import RunDiagnosis, diagnose
+    from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis, diagnose
+    from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS_BY_NAME
+    from nemo_geomask.tools.diagnose.measure.logprob_checks import UNSURE_LOGPROB
+    from nemo_geomask.tools.diagnose.measure.run_statistics import BIN_SUMS, RunStatistics
+    from nemo_geomask.tools.diagnose.measure.run_survey import read_step, survey_run
+    from nemo_geomask.tools.diagnose.measure.step_survey import survey_block
+    from nemo_geomask.tools.diagnose.read.logged_metrics import metric_series
+    from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, find_run, find_runs
+    from nemo_geomask.tools.diagnose.report.html_report import write_report
+    from nemo_geomask.tools.diagnose.report.measured_run import MeasuredRun, measure_run
 
 __all__ = [
     "BIN_SUMS",
@@ -45,22 +45,22 @@ __all__ = [
 ]
 
 _MODULES = {
-    "BIN_SUMS": "run_statistics",
-    "DIMENSIONS_BY_NAME": "dimensions",
-    "MeasuredRun": "measured_run",
-    "RunDiagnosis": "verdict",
-    "RunFiles": "record_sources",
-    "RunStatistics": "run_statistics",
-    "UNSURE_LOGPROB": "logprob_checks",
-    "diagnose": "verdict",
-    "find_run": "record_sources",
-    "find_runs": "record_sources",
-    "measure_run": "measured_run",
-    "metric_series": "logged_metrics",
-    "read_step": "run_survey",
-    "survey_block": "step_survey",
-    "survey_run": "run_survey",
-    "write_report": "html_report",
+    "BIN_SUMS": "measure.run_statistics",
+    "DIMENSIONS_BY_NAME": "measure.dimensions",
+    "MeasuredRun": "report.measured_run",
+    "RunDiagnosis": "explain.verdict",
+    "RunFiles": "read.record_sources",
+    "RunStatistics": "measure.run_statistics",
+    "UNSURE_LOGPROB": "measure.logprob_checks",
+    "diagnose": "explain.verdict",
+    "find_run": "read.record_sources",
+    "find_runs": "read.record_sources",
+    "measure_run": "report.measured_run",
+    "metric_series": "read.logged_metrics",
+    "read_step": "measure.run_survey",
+    "survey_block": "measure.step_survey",
+    "survey_run": "measure.run_survey",
+    "write_report": "report.html_report",
 }
 
 

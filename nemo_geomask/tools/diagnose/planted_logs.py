@@ -11,6 +11,7 @@ run, to try the commands on.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,21 +19,12 @@ import numpy as np
 
 from nemo_geomask.records.record_schema import COLUMNS, RecordOrigin, arrow_schema, file_name, require_arrow
 from nemo_geomask.records.stored_files import open_folder, store_record
-from nemo_geomask.tools.diagnose.planted_causes import (
-    PLANTED_CAUSES,
-    ROUTING_FLIP_NOISE,
-    ROUTING_FLIP_SHARE,
-    STRENGTHS,
-    USUAL_NOISE,
-    SyntheticStep,
-    log_softmax,
-)
-from nemo_geomask.tools.diagnose.record_reader import Array, RecordBlock
-from nemo_geomask.tools.diagnose.run_statistics import RunStatistics
-from nemo_geomask.tools.diagnose.step_survey import survey_block
+from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
 
-__all__ = ["PLANTED_CAUSES", "STRENGTHS", "RunShape", "planted_run", "planted_step", "write_step"]
-
+USUAL_NOISE = 0.02
+"""Standard deviation of the noise on the training engine's logits, as with bfloat16 in the lab."""
+ROUTING_FLIP_NOISE, ROUTING_FLIP_SHARE = 0.3, 0.015
+"""Standard deviation of the noise at tokens where the choice of experts flips, and the share of such tokens."""
 VOCABULARY_SIZE = 12
 TOOL_TOKENS = 15
 """Untrained tokens of tool output between two turns."""
@@ -48,32 +40,125 @@ class RunShape:
     length: float = 100.0
 
 
-def planted_run(
-    seed: int, cause: str | None = None, strength: float = 0.0, *, onset: int = 1, shape: RunShape | None = None
-) -> RunStatistics:
-    """Return the statistics of a synthetic run.
+@dataclass
+class SyntheticStep:
+    """One step of a synthetic run, with N response tokens, V vocabulary entries and S sequences.
 
-    Args:
-        seed: seed of all randomness.
-        cause: key of ``PLANTED_CAUSES``; None for a run without any.
-        strength: strength of the cause, in the unit of :attr:`PlantedCause.unit`.
-        onset: first step of the cause, counted from 1.
-        shape: sizes of the run.
+    Attributes:
+        random: random number generator of the step.
+        steps_since_onset: number of steps since the cause began; 1 in the first step of the cause.
+        sequence: [N], the row of each token.
+        position: [N], position of each token in the response.
+        turn: [N], number of earlier turns.
+        target: [N], index of the sampled token in the vocabulary.
+        logits: [N, V], of the generation engine.
+        trained_logits: [N, V], of the training engine.
+        gen, prev: [N], log-probs of the sampled tokens.
+        columns: ``length`` of the response, ``group``, ``staleness`` and ``advantage``, each [S].
     """
-    shape = shape or RunShape()
-    statistics = RunStatistics()
-    for step in range(1, shape.steps + 1):
-        step_cause = cause if step >= onset else None
-        block = planted_step(seed, step, step_cause, strength, steps_since_onset=step - onset + 1, shape=shape)
-        statistics.add(survey_block(block))
-    return statistics
+
+    random: np.random.Generator
+    steps_since_onset: int
+    sequence: Array
+    position: Array
+    turn: Array
+    target: Array
+    logits: Array
+    trained_logits: Array
+    gen: Array
+    prev: Array
+    columns: dict[str, Array]
+
+    def per_token(self, name: str) -> Array:
+        """Return [N], for each token the value of its sequence in a column."""
+        values: Array = self.columns[name][self.sequence]
+        return values
+
+    def add_noise(self, tokens: Array, scale: Array | float) -> None:
+        """Add normal noise to the training engine's logits.
+
+        Args:
+            tokens: bool [N], the tokens that get noise.
+            scale: standard deviation of the noise, a number or [N].
+        """
+        token_scale = np.broadcast_to(scale, tokens.shape)[tokens][:, None]
+        noise = self.random.standard_normal((int(tokens.sum()), self.trained_logits.shape[1]))
+        self.trained_logits[tokens] += token_scale * noise
+
+    def choose_sequences(self, share: float) -> Array:
+        """Return the rows of a random share of the sequences, at least one."""
+        count = len(self.columns["length"])
+        return self.random.permutation(count)[: max(1, round(share * count))]
+
+
+CauseEffect = Callable[[SyntheticStep, float], None]
+"""Function that changes a synthetic step as a cause of some strength would."""
+
+
+def log_softmax(logits: Array) -> Array:
+    """Return the log-softmax over the last axis."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    logprobs: Array = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return logprobs
+
+
+def _plant_stale_engine(step: SyntheticStep, strength: float) -> None:
+    """Let the policy move a little further at each step, with a slight preference for rewarded tokens."""
+    count, scale = len(step.target), strength * step.steps_since_onset
+    move = scale * (step.random.standard_normal(count) + 0.03 * step.per_token("advantage"))
+    step.trained_logits[np.arange(count), step.target] += move
+    step.trained_logits += 0.5 * scale * step.random.standard_normal(step.trained_logits.shape)
+
+
+def noise_at(select: Callable[[SyntheticStep], Array]) -> CauseEffect:
+    """Return an effect that adds noise at the tokens that ``select`` marks."""
+
+    def plant(step: SyntheticStep, strength: float) -> None:
+        step.add_noise(select(step), strength * USUAL_NOISE)
+
+    return plant
+
+
+@dataclass(frozen=True)
+class PlantedCause:
+    """A cause that can be planted in a synthetic run.
+
+    Attributes:
+        effect: changes a step as the cause would.
+        strengths: the three strengths that are measured.
+        unit: unit of the strengths.
+        is_detectable_from_start: True if the cause can be detected in a run that has it from the first step on.
+        changes_logprobs: True if the effect changes the sampled tokens' log-probs, False if it changes logits.
+    """
+
+    effect: CauseEffect
+    strengths: tuple[float, float, float]
+    unit: str
+    is_detectable_from_start: bool = True
+    changes_logprobs: bool = False
+
+
+NOISE_UNIT = "times the usual noise on the logits there"
+PLANTED_CAUSES: dict[str, PlantedCause] = {
+    "stale_engine": PlantedCause(
+        _plant_stale_engine, (0.02, 0.1, 0.4), "a step's change of the logits, nats", is_detectable_from_start=False
+    ),
+    "tool_calls": PlantedCause(noise_at(lambda step: step.turn > 0), (2.0, 5.0, 20.0), NOISE_UNIT),
+    "precision": PlantedCause(
+        noise_at(lambda step: np.ones(len(step.target), bool)),
+        (1.0, 4.0, 15.0),
+        NOISE_UNIT,
+        is_detectable_from_start=False,
+    ),
+}
+"""Planted causes by the id of the cause that a diagnosis should name."""
 
 
 def planted_step(
     seed: int,
     step: int,
-    cause: str | None,
-    strength: float,
+    cause: PlantedCause | None,
+    strength: float = 0.0,
     *,
     steps_since_onset: int = 1,
     shape: RunShape | None = None,
@@ -81,18 +166,17 @@ def planted_step(
     """Return the records of one step of a synthetic run; ``steps_since_onset`` is 1 in the first step of the cause."""
     random = np.random.default_rng([seed, step])
     synthetic, mask, sequences = _make_synthetic_step(random, shape or RunShape(), steps_since_onset)
-    planted = None if cause is None else PLANTED_CAUSES[cause]
     tokens = np.arange(len(synthetic.sequence))
     logprobs = log_softmax(synthetic.logits)
     synthetic.target = (logprobs + random.gumbel(size=logprobs.shape)).argmax(axis=1)
     synthetic.gen = logprobs[tokens, synthetic.target]
     noise = np.where(random.random(len(tokens)) < ROUTING_FLIP_SHARE, ROUTING_FLIP_NOISE, USUAL_NOISE)
     synthetic.add_noise(np.ones(len(tokens), bool), noise)
-    if planted is not None and not planted.changes_logprobs:
-        planted.effect(synthetic, strength)
+    if cause is not None and not cause.changes_logprobs:
+        cause.effect(synthetic, strength)
     synthetic.prev = log_softmax(synthetic.trained_logits)[tokens, synthetic.target]
-    if planted is not None and planted.changes_logprobs:
-        planted.effect(synthetic, strength)
+    if cause is not None and cause.changes_logprobs:
+        cause.effect(synthetic, strength)
     columns = {"tokens": random.integers(0, 1000, len(mask)).astype(np.int32), "mask": mask}
     advantages = synthetic.per_token("advantage")
     for name, values in (("gen", synthetic.gen), ("prev", synthetic.prev), ("advantages", advantages)):
@@ -210,7 +294,7 @@ def _main() -> None:
         parser.error(f"{arguments.directory} holds a log already; name another folder")
     for step in range(1, arguments.steps + 1):
         steps_since_onset = step - arguments.onset + 1
-        cause = arguments.cause if steps_since_onset > 0 else None
+        cause = PLANTED_CAUSES[arguments.cause] if arguments.cause and steps_since_onset > 0 else None
         block = planted_step(arguments.seed, step, cause, arguments.strength, steps_since_onset=steps_since_onset)
         write_step(arguments.directory, block)
     print(

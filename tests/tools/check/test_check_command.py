@@ -310,7 +310,7 @@ class TestFromARun:
         directory.mkdir()
         for step in (1, 2, 3):
             shape = planted_logs.RunShape(prompts=3, samples=4, length=40)
-            planted = planted_logs.planted_step(0, step, "precision", 15.0, shape=shape)
+            planted = planted_logs.planted_step(0, step, planted_logs.PLANTED_CAUSES["precision"], 15.0, shape=shape)
             write_log(directory, step, list(log_rows(planted)))
         return directory
 

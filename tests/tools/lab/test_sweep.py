@@ -7,10 +7,10 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("nemo_geomask.tools.diagnose", reason="the sweep is one of its commands")
 
 from nemo_geomask import build_loss
-from nemo_geomask.tools.diagnose.correction_sweep import padded_batch, replay
-from nemo_geomask.tools.diagnose.record_sources import find_runs
-from nemo_geomask.tools.diagnose.run_survey import read_step, survey_run
-from nemo_geomask.tools.diagnose.sweep_candidates import Candidate
+from nemo_geomask.tools.diagnose.measure.run_survey import read_step, survey_run
+from nemo_geomask.tools.diagnose.read.record_sources import find_runs
+from nemo_geomask.tools.diagnose.report.correction_sweep import padded_batch, replay
+from nemo_geomask.tools.diagnose.report.sweep_candidates import Candidate
 from nemo_geomask.tools.lab.trainer import Trainer
 
 pytestmark = pytest.mark.slow

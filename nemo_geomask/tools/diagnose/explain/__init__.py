@@ -1,0 +1,1 @@
+"""Causes of a mismatch, each by a signature of its own, and the verdict on a run."""

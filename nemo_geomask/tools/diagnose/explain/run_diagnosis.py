@@ -1,0 +1,185 @@
+"""Result of diagnosing a run from its records, and the sentence that states it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nemo_geomask.tools.diagnose.explain.cause_selection import RankedCause
+from nemo_geomask.tools.diagnose.explain.causes import Cause
+from nemo_geomask.tools.diagnose.locate.change_points import MIN_VALUES
+from nemo_geomask.tools.diagnose.locate.mismatch_history import Alarm
+from nemo_geomask.tools.diagnose.locate.run_evidence import Detection, Evidence
+from nemo_geomask.tools.diagnose.measure.thresholds import Health, Reading
+
+__all__ = ["MismatchRatio", "RunDiagnosis", "ShownCause", "causes_by_need"]
+
+LOW_SURPRISE = 0.01
+"""Mean surprise, in nats a token, below which the engines agree because the policy has hardly any choice left."""
+
+
+class MismatchRatio(NamedTuple):
+    """Ratio of a run's mismatch to that of another run, with confidence intervals.
+
+    Attributes:
+        name: name of the other run.
+        times: ratio of the mean min(|Δ|, 1) in units of 1 − p.
+        low, high: ends of its interval.
+        k3_times: ratio of the mean k3 in units of (1 − p)².
+        k3_low, k3_high: ends of its interval.
+    """
+
+    name: str
+    times: float
+    low: float
+    high: float
+    k3_times: float
+    k3_low: float
+    k3_high: float
+
+
+@dataclass(frozen=True)
+class ShownCause:
+    """A cause that the records show, with its share of the mismatch, and its onset.
+
+    Attributes:
+        ranked: the cause, its detection and its share.
+        since: first step that shows it; None if that is the first step of the run, or two runs are compared.
+    """
+
+    ranked: RankedCause
+    since: int | None
+
+    @property
+    def cause(self) -> Cause:
+        """The cause."""
+        return self.ranked.cause
+
+
+@dataclass(frozen=True)
+class RunDiagnosis:
+    """Diagnosis of a run from its records.
+
+    Attributes:
+        health: health of the run; meaningless if there is an ``unjudged_reason``.
+        since: first step of the named cause, or else of the rise; None if there is no change, or the first step already
+            has it.
+        shown: the causes that are shown, the one that accounts for most of the mismatch first.
+        detections: result of each cause's detector, by the id of the cause.
+        readings: value of each health limit over the steps that count, by its name.
+        alarms: numbers that have changed during the run.
+        evidence: the data that the detectors read.
+        counted_steps: number of steps that the readings are computed over.
+        surprise: mean of −gen over these steps, in nats a token.
+        unjudged_reason: why no verdict is possible; empty if there is one.
+        comparison: mismatch relative to the other run, if the run was compared with one.
+    """
+
+    health: Health
+    since: int | None
+    shown: tuple[ShownCause, ...]
+    detections: dict[str, Detection]
+    readings: dict[str, Reading]
+    alarms: tuple[Alarm, ...]
+    evidence: Evidence
+    counted_steps: int
+    surprise: float
+    unjudged_reason: str = ""
+    comparison: MismatchRatio | None = None
+
+    @property
+    def cause(self) -> Cause | None:
+        """The likely cause; None if nothing is wrong, or no known cause is shown."""
+        return self.shown[0].cause if self.shown else None
+
+    @property
+    def sentence(self) -> str:
+        """The verdict, followed by the causes that are ruled out and those that can't be tested."""
+        return self.headline if self.unjudged_reason else f"{self.headline}; {self._tested_text()}"
+
+    @property
+    def headline(self) -> str:
+        """The verdict alone."""
+        if self.unjudged_reason:
+            return f"not judged: {self.unjudged_reason}"
+        compared = ""
+        if self.comparison is not None:
+            ratio = self.comparison
+            k3 = f"k3 {ratio.k3_times:.3g} times, {ratio.k3_low:.3g} to {ratio.k3_high:.3g}"
+            compared = f", {ratio.times:.3g} times ({ratio.low:.3g} to {ratio.high:.3g}; {k3})"
+            compared += f" the mismatch of {ratio.name}"
+        if self.health == "healthy":
+            return f"healthy{compared}: {self._readings_text()}"
+        since = f" since step {self.since}" if self.since is not None else ""
+        return f"{self.health}{since}{compared}: {self.explanation}"
+
+    def _readings_text(self) -> str:
+        error, kl = (self.readings[name].value for name in ("token_mult_prob_error", "geomask/mismatch_k3"))
+        all_steps = len(self.evidence.statistics.steps)
+        steps = f"the last {self.counted_steps} of {all_steps}" if self.counted_steps < all_steps else all_steps
+        text = f"token_mult_prob_error {error:.4g}, KL {kl:.2g} nats a token over {steps} steps"
+        if all_steps < MIN_VALUES and self.comparison is None:
+            text += ", too short to judge a change"
+        if self.surprise < LOW_SURPRISE:
+            text += (
+                f"; the policy is nearly certain of its tokens (mean surprise {self.surprise:.2g} nats), which hides a "
+                "mismatch"
+            )
+        return text
+
+    @property
+    def explanation(self) -> str:
+        """The named cause with its share of the mismatch, followed by the other causes that are shown."""
+        if not self.shown:
+            period = self.evidence.period
+            cycle = "" if period is None else f"; it repeats every {period.steps} steps"
+            return f"no known cause is shown{cycle}"
+        first, *further_causes = self.shown
+        text = f"{first.cause.name} ({self._evidence_text(first)})"
+        if further_causes:
+            listed = ", ".join(f"{shown.cause.name}{self._further_text(shown)}" for shown in further_causes)
+            text += f"; also {listed}"
+        return text
+
+    def _evidence_text(self, shown: ShownCause) -> str:
+        _, detection, share = shown.ranked
+        steps = self.evidence.statistics.steps
+        steps_since = sum(step >= (self.since or 0) for step in steps)
+        parts = [] if share is None else [share.text]
+        parts.append(detection.description)
+        text = "; ".join(parts)
+        if detection.steps and len(detection.steps) < steps_since:
+            text += f", in {len(detection.steps)} of {len(steps)} steps"
+        return text
+
+    def _further_text(self, shown: ShownCause) -> str:
+        parts = [] if shown.ranked.share is None else [shown.ranked.share.text]
+        if shown.since != self.since and shown.since is not None:
+            parts.append(f"since step {shown.since}")
+        return f" ({', '.join(parts)})" if parts else ""
+
+    def _tested_text(self) -> str:
+        detections = self.detections.items()
+        ruled_out = [
+            id_.replace("_", " ")
+            + ("" if math.isnan(detection.detectable_share) else f" (from {detection.detectable_share:.0%} of |Δ|)")
+            for id_, detection in detections
+            if detection.state == "ruled out"
+        ]
+        text = f"ruled out: {', '.join(ruled_out)}" if ruled_out else "nothing is ruled out"
+        untested = [
+            f"{', '.join(id_.replace('_', ' ') for id_ in ids)} (needs {needs})"
+            for needs, ids in causes_by_need(self.detections).items()
+        ]
+        return text + (f"; not testable in these records: {'; '.join(untested)}" if untested else "")
+
+
+def causes_by_need(detections: Mapping[str, Detection]) -> dict[str, list[str]]:
+    """Return the ids of the causes that could not be tested, by the data that a test of them needs."""
+    by_need: dict[str, list[str]] = {}
+    for id_, detection in detections.items():
+        if detection.state == "not testable":
+            by_need.setdefault(detection.needs, []).append(id_)
+    return by_need

@@ -1,0 +1,168 @@
+"""Evidence that the detectors of causes read, and the type of their results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from nemo_geomask.tools.diagnose.locate.step_patterns import Period
+from nemo_geomask.tools.diagnose.measure.run_statistics import BIN_REPLICATES, BIN_SUMS, RunStatistics, Window
+from nemo_geomask.tools.diagnose.measure.step_sums import BOOTSTRAP_SUMS, StepSums
+from nemo_geomask.tools.diagnose.read.record_reader import Array
+
+__all__ = [
+    "BIN_SUM_COLUMN",
+    "SMALL_DIFFERENCE",
+    "Detection",
+    "DetectionState",
+    "Detector",
+    "Evidence",
+    "MismatchSums",
+    "fault_mismatch",
+]
+
+BIN_SUM_COLUMN = {name: index for index, name in enumerate(BIN_SUMS)}
+"""Column of each sum in :attr:`Window.bin_sums`."""
+SMALL_DIFFERENCE = "the difference is sure, but smaller than that of a named cause"
+"""Reason why a cause is left open."""
+DetectionState = Literal["shown", "ruled out", "not testable"]
+
+
+class MismatchSums(NamedTuple):
+    """Sums of the mismatch over some tokens, or of the part of it that a cause accounts for.
+
+    Attributes:
+        k3, capped_abs: [1 + BIN_REPLICATES], the sum of k3, and that of min(|Δ|, 1); the estimate is followed by its
+            bootstrap replicates.
+    """
+
+    k3: Array
+    capped_abs: Array
+
+    def plus(self, other: MismatchSums) -> MismatchSums:
+        """Return these sums and the others added up."""
+        return MismatchSums(self.k3 + other.k3, self.capped_abs + other.capped_abs)
+
+    def minus(self, other: MismatchSums) -> MismatchSums:
+        """Return what remains of these sums without the others, at least 0."""
+        return MismatchSums(np.maximum(self.k3 - other.k3, 0.0), np.maximum(self.capped_abs - other.capped_abs, 0.0))
+
+    def at_most(self, other: MismatchSums) -> MismatchSums:
+        """Return these sums, each limited to the other one."""
+        return MismatchSums(np.minimum(self.k3, other.k3), np.minimum(self.capped_abs, other.capped_abs))
+
+
+def _estimates(sums: StepSums, name: str) -> Array:
+    """Return [1 + BIN_REPLICATES], a sum and its replicates."""
+    replicates = sums.bootstrap[:BIN_REPLICATES, BOOTSTRAP_SUMS.index(name)]
+    return np.concatenate([[sums[name]], replicates])
+
+
+def fault_mismatch(sums: StepSums, fault: str) -> MismatchSums:
+    """Return the mismatch of the tokens with a fault of ``FAULT_SUMS``."""
+    return MismatchSums(_estimates(sums, f"{fault}_k3"), _estimates(sums, f"{fault}_capped_abs"))
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A run's statistics, divided into the data to judge (*after*) and the data to compare it with (*before*).
+
+    If the mismatch rose at some step, *after* consists of the steps from the rise on, and *before* of the earlier
+    steps. If the run is compared with another run, *before* is the other run. Otherwise there is no *before*, and
+    *after* is the whole run, or the part of it since an earlier rise of the mismatch ended.
+
+    Attributes:
+        statistics: statistics of the whole run.
+        onset: first step of the rise; None if there was none, or the run is compared with another run.
+        first_step: first step of *after*.
+        is_worse: True if the mismatch exceeds a health limit, or is significantly larger than *before*.
+        before, after: the windows of both sides; ``before`` is None if no window precedes the rise.
+        sums_before: sums over *before*; None if there is nothing to compare with.
+        steps_after: steps of *after* that hold tokens with log-probs of both engines.
+        side_names: names of *before* and *after* in tables.
+        step_sums_before: sums of each step of *before*.
+        period: the cycle in which the mismatch repeats from step to step; None if it does not.
+    """
+
+    statistics: RunStatistics
+    onset: int | None
+    first_step: int
+    is_worse: bool
+    before: Window | None
+    after: Window
+    sums_before: StepSums | None
+    steps_after: tuple[int, ...]
+    side_names: tuple[str, str]
+    step_sums_before: tuple[StepSums, ...] = ()
+    period: Period | None = None
+
+    @cached_property
+    def sums_after(self) -> StepSums:
+        """Sums over all steps of *after*, also those that hold no token with log-probs of both engines."""
+        return self.statistics.total(step for step in self.statistics.steps if step >= self.first_step)
+
+    @cached_property
+    def mismatch_after(self) -> MismatchSums:
+        """The whole mismatch of *after*, with that of log-probs which the generation engine did not return."""
+        sums = self.sums_after
+        measured = MismatchSums(_estimates(sums, "k3"), _estimates(sums, "capped_abs"))
+        return measured.plus(fault_mismatch(sums, "missing"))
+
+    def mismatch_beyond(self, base: StepSums) -> MismatchSums:
+        """Return the mismatch of *after* beyond the rate of other steps, in proportion to 1 − p and its square."""
+        after, total = self.sums_after, self.mismatch_after
+        expected = (
+            base.mean("k3", "one_minus_p_squared") * after["one_minus_p_squared"],
+            base.mean("capped_abs", "one_minus_p") * after["one_minus_p"],
+        )
+        return MismatchSums(*(np.maximum(sums - rate, 0.0) for sums, rate in zip(total, expected, strict=True)))
+
+    @property
+    def compares_runs(self) -> bool:
+        """True if *before* is another run."""
+        return self.onset is None and self.before is not None
+
+
+@dataclass(frozen=True)
+class Detection:
+    """Result of a detector, which looks for one cause.
+
+    Attributes:
+        value: the measured value, in the unit of the cause's threshold; NaN if the records lack the data.
+        description: the measurement as text.
+        is_shown: True if the records show the cause.
+        steps: the steps that show the cause, if it is judged step by step.
+        needs: data that a test of the cause needs and the records lack; empty if the cause was tested.
+        explained: mismatch of *after* that the cause accounts for; None if it can't be measured.
+        is_standing: True if the cause is shown by *after* alone, although it is no worse than *before*.
+        window_value: value of the cause in a window, whose rise is the cause's onset; None if it has none of its own.
+        is_open: True if the records could show the cause and leave it open, so that the run can't be called healthy.
+        detectable_share: share of |Δ| that the cause must account for to be shown; NaN if it is not known.
+    """
+
+    value: float
+    description: str
+    is_shown: bool = False
+    steps: tuple[int, ...] = ()
+    needs: str = ""
+    explained: MismatchSums | None = None
+    is_standing: bool = False
+    window_value: Callable[[Window], float] | None = None
+    is_open: bool = False
+    detectable_share: float = math.nan
+
+    @property
+    def state(self) -> DetectionState:
+        """Outcome of the test; a cause is ruled out only if there was something to compare."""
+        if self.is_shown:
+            return "shown"
+        return "not testable" if self.needs else "ruled out"
+
+
+Detector = Callable[[Evidence, float], Detection]
+"""Function that looks for one cause: takes the evidence and the threshold of the cause."""

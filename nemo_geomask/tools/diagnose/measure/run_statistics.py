@@ -1,0 +1,280 @@
+"""Statistics of a whole run: sums of every step, and of windows of steps split by dimension."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS, ENVIRONMENT
+from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
+from nemo_geomask.tools.diagnose.read.record_reader import Array
+
+__all__ = [
+    "BIN_PRODUCTS",
+    "BIN_REPLICATES",
+    "BIN_SUMS",
+    "MAX_ENVIRONMENTS",
+    "NOISE",
+    "NOISE_BINS",
+    "NOISE_BIN_OF_ONE",
+    "OTHER_ENVIRONMENTS",
+    "REPLICATED_BIN_SUMS",
+    "WORST_COUNT",
+    "RunStatistics",
+    "Window",
+    "WorstSequence",
+    "WorstToken",
+]
+
+BIN_SUMS = (
+    "tokens",
+    "capped_abs",
+    "one_minus_p",
+    "delta",
+    "k3",
+    "delta_positive",
+    "delta_negative",
+    "scaled_delta",
+    "scaled_delta_squared",
+    "one_minus_p_squared",
+    "capped_abs_squared",
+    "signed_square",
+)
+"""Sums over the tokens of a bin; see :mod:`~nemo_geomask.tools.diagnose.measure.step_sums` for their definitions."""
+REPLICATED_BIN_SUMS = (
+    "tokens",
+    "capped_abs",
+    "k3",
+    "one_minus_p",
+    "one_minus_p_squared",
+    "delta",
+    "capped_abs_squared",
+    "signed_square",
+)
+"""Sums of a bin that have bootstrap replicates, from which the intervals of a cause's share are computed."""
+BIN_REPLICATES = 50
+"""Number of these replicates; they are the first ones of the bootstrap over sequences."""
+BIN_PRODUCTS = ("capped_abs_squared", "capped_abs_times_one_minus_p", "one_minus_p_squared")
+"""Products of the sums over one sequence's tokens in a bin, summed over sequences.
+
+The standard error over sequences of capped_abs / one_minus_p is computed from them.
+"""
+NOISE = "noise"
+"""Key of the bins of a token's noise, which are not a dimension of ``--by``."""
+NOISE_BINS, NOISE_BIN_OF_ONE = 48, 32
+"""Bins of log2 z², z = Δ/(1 − p), each of width 1, from 2^-32; and the bin that begins at z² = 1."""
+MAX_WINDOWS = 128
+"""Largest number of windows of a run."""
+MAX_ENVIRONMENTS = 50
+"""Largest number of environments whose sums are kept apart; they are the first ones in the order of their names.
+
+An environment that is among the first ones of a run is so in each part of it, too. Its sums are therefore exact, in
+whatever order the parts are added.
+"""
+OTHER_ENVIRONMENTS = ""
+"""Key of the sums over all further environments; no environment's name is empty."""
+WORST_COUNT = 8
+"""Number of worst tokens, and of worst sequences, that are kept of a run."""
+
+
+_BIN_COUNTS = {**{dimension.name: dimension.bin_count for dimension in DIMENSIONS}, NOISE: NOISE_BINS}
+
+
+def _empty_bins(columns: int) -> dict[str, Array]:
+    return {name: np.zeros((count, columns)) for name, count in _BIN_COUNTS.items()}
+
+
+def _empty_replicates() -> dict[str, Array]:
+    shape = len(REPLICATED_BIN_SUMS)
+    return {name: np.zeros((BIN_REPLICATES, count, shape), np.float32) for name, count in _BIN_COUNTS.items()}
+
+
+def _limit_environments(sums: dict[str, Array]) -> None:
+    """Add the sums of the environments beyond the first ``MAX_ENVIRONMENTS`` to those of ``OTHER_ENVIRONMENTS``."""
+    for name in sorted(sums.keys() - {OTHER_ENVIRONMENTS})[MAX_ENVIRONMENTS:]:
+        sums[OTHER_ENVIRONMENTS] = sums.get(OTHER_ENVIRONMENTS, 0.0) + sums.pop(name)
+
+
+@dataclass
+class Window:
+    """Sums over a few successive steps, split into the bins of each dimension, without tokens with faulty log-probs.
+
+    Attributes:
+        bin_sums: by dimension, [bins, len(BIN_SUMS)]; by a pair ``first,second``, [bins of first × bins of second,
+            len(BIN_SUMS)]; by ``NOISE``, [NOISE_BINS, len(BIN_SUMS)], whose bins are of log2 z², z = Δ/(1 − p).
+        bin_products: by the same keys, [bins, len(BIN_PRODUCTS)].
+        bin_replicates: by dimension and ``NOISE``, [BIN_REPLICATES, bins, len(REPLICATED_BIN_SUMS)].
+        environment_sums: by name of the environment, or ``OTHER_ENVIRONMENTS``, [len(BIN_SUMS)].
+        environment_products: by the same keys, [len(BIN_PRODUCTS)].
+    """
+
+    bin_sums: dict[str, Array] = field(default_factory=lambda: _empty_bins(len(BIN_SUMS)))
+    bin_products: dict[str, Array] = field(default_factory=lambda: _empty_bins(len(BIN_PRODUCTS)))
+    bin_replicates: dict[str, Array] = field(default_factory=_empty_replicates)
+    environment_sums: dict[str, Array] = field(default_factory=dict)
+    environment_products: dict[str, Array] = field(default_factory=dict)
+
+    def add(self, other: Window) -> None:
+        """Add the sums of another window."""
+        for mine, theirs in (
+            (self.bin_sums, other.bin_sums),
+            (self.bin_products, other.bin_products),
+            (self.bin_replicates, other.bin_replicates),
+            (self.environment_sums, other.environment_sums),
+            (self.environment_products, other.environment_products),
+        ):
+            for name, sums in theirs.items():
+                mine[name] = mine[name] + sums if name in mine else sums
+        _limit_environments(self.environment_sums)
+        _limit_environments(self.environment_products)
+
+    @property
+    def environments(self) -> set[str]:
+        """Names of the environments whose sums are kept apart."""
+        return {*self.environment_sums} - {OTHER_ENVIRONMENTS}
+
+    def by_environment(self, names: Sequence[str]) -> Window:
+        """Return a window with the bins of ``ENVIRONMENT`` alone: one for each name, then one for all other names."""
+
+        def stack(sums: dict[str, Array], columns: int) -> dict[str, Array]:
+            rows = [sums.get(name, np.zeros(columns)) for name in names]
+            further_rows = (row for name, row in sums.items() if name not in names)
+            return {ENVIRONMENT: np.stack([*rows, sum(further_rows, np.zeros(columns))])}
+
+        return Window(
+            bin_sums=stack(self.environment_sums, len(BIN_SUMS)),
+            bin_products=stack(self.environment_products, len(BIN_PRODUCTS)),
+            bin_replicates={},
+        )
+
+    @property
+    def noise_histogram(self) -> Array:
+        """[NOISE_BINS], number of tokens in each bin of noise."""
+        tokens: Array = self.bin_sums[NOISE][:, BIN_SUMS.index("tokens")]
+        return tokens
+
+    def estimates(self, key: str, name: str) -> Array:
+        """Return [1 + BIN_REPLICATES, bins]: a sum of each bin, followed by its replicates."""
+        values = self.bin_sums[key][:, BIN_SUMS.index(name)]
+        replicates = self.bin_replicates[key][:, :, REPLICATED_BIN_SUMS.index(name)]
+        return np.concatenate([values[None], replicates.astype(float)])
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the window holds no token."""
+        return not self.noise_histogram.any()
+
+
+class WorstToken(NamedTuple):
+    """One of the tokens with the largest |Δ|; ``context`` holds the ids of the tokens up to and including it."""
+
+    abs_delta: float
+    step: int
+    row: int
+    position: int
+    gen: float
+    prev: float
+    context: tuple[int, ...]
+
+
+class WorstSequence(NamedTuple):
+    """One of the sequences with the largest mean |Δ|; ``tokens`` counts its trained tokens."""
+
+    mean_abs_delta: float
+    step: int
+    row: int
+    group: int
+    tokens: int
+    k1: float
+
+
+@dataclass
+class RunStatistics:
+    """Statistics from which a diagnosis is made.
+
+    Attributes:
+        steps: sums of each step, by its number.
+        windows: windows of ``width`` successive steps, by the number of their first step.
+        width: steps in a window; it doubles whenever there are more than ``MAX_WINDOWS`` windows, which bounds memory.
+        worst_tokens, worst_sequences: the ``WORST_COUNT`` worst tokens and sequences of the run, worst first.
+        files: number of files, those that were left out included.
+        left_out: damaged files that were left out, with the error of each.
+        superseded: files that were left out because a later recording has begun their steps again.
+        without_checksum: number of files without a checksum, which earlier versions wrote.
+    """
+
+    steps: dict[int, StepSums] = field(default_factory=dict)
+    windows: dict[int, Window] = field(default_factory=dict)
+    width: int = 1
+    worst_tokens: list[WorstToken] = field(default_factory=list)
+    worst_sequences: list[WorstSequence] = field(default_factory=list)
+    files: int = 0
+    left_out: dict[Path, str] = field(default_factory=dict)
+    superseded: set[Path] = field(default_factory=set)
+    without_checksum: int = 0
+
+    def add(self, other: RunStatistics) -> None:
+        """Add the statistics of another part of the run; the order of additions changes only the rounding."""
+        for step, sums in other.steps.items():
+            self.steps.setdefault(step, StepSums()).add(sums)
+        self._widen(other.width)
+        for first_step, window in other.windows.items():
+            self.windows.setdefault(self.window_start(first_step), Window()).add(window)
+        while len(self.windows) > MAX_WINDOWS:
+            self._widen(2 * self.width)
+        self.worst_tokens = heapq.nlargest(WORST_COUNT, [*self.worst_tokens, *other.worst_tokens])
+        self.worst_sequences = heapq.nlargest(WORST_COUNT, [*self.worst_sequences, *other.worst_sequences])
+        self.files += other.files
+        self.left_out |= other.left_out
+        self.superseded |= other.superseded
+        self.without_checksum += other.without_checksum
+
+    @property
+    def file_notes(self) -> list[str]:
+        """Notes on the files for a reader of the verdict, in sentences without a full stop; mostly empty."""
+        notes = []
+        if self.left_out:
+            first, *_ = self.left_out.values()
+            notes.append(f"{len(self.left_out)} of {self.files} files left out as damaged; the first: {first}")
+        if self.superseded:
+            notes.append(
+                f"{len(self.superseded)} files of an earlier recording left out, whose steps a later one took again"
+            )
+        if self.without_checksum:
+            notes.append(
+                f"{self.without_checksum} of {self.files} files have no checksum, as those of earlier versions, so "
+                "that a damaged value in them can't be told"
+            )
+        return notes
+
+    def window_start(self, step: int) -> int:
+        """Return the first step of the window that a step belongs to."""
+        return step // self.width * self.width
+
+    def _widen(self, width: int) -> None:
+        if width <= self.width:
+            return
+        narrow_windows, self.width, self.windows = self.windows, width, {}
+        for first_step, window in sorted(narrow_windows.items()):
+            self.windows.setdefault(self.window_start(first_step), Window()).add(window)
+
+    def total(self, steps: Iterable[int] | None = None) -> StepSums:
+        """Return the sums over some steps, or over all steps for None, without the sums of prompt groups."""
+        total = StepSums()
+        for step in self.steps if steps is None else steps:
+            total.add(self.steps[step])
+            total.groups = {}
+        return total
+
+    def merge_windows(self, first: float = -np.inf, end: float = np.inf) -> Window:
+        """Return the sum of the windows whose first step is at least ``first`` and less than ``end``."""
+        merged = Window()
+        for first_step, window in self.windows.items():
+            if first <= first_step < end:
+                merged.add(window)
+        return merged

@@ -1,0 +1,106 @@
+"""Reading of a run's records: the run's statistics for the diagnosis, or the sequences of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.errors import DataError
+from nemo_geomask.recipe.input_limits import InputLimits, current_limits
+from nemo_geomask.records.record_checks import read_metadata
+from nemo_geomask.records.record_schema import CHECKSUM_KEY
+from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
+from nemo_geomask.tools.diagnose.measure.step_survey import survey_block
+from nemo_geomask.tools.diagnose.read.record_reader import RecordBlock, read_blocks
+from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, Tolerant, apply_to_record, map_records
+from nemo_geomask.tools.shared.progress_bar import track
+
+__all__ = ["read_step", "survey_file", "survey_run"]
+
+DimensionPairs = Sequence[tuple[str, str]]
+"""Names of two dimensions each, by which tokens are split together."""
+RecordMapper = Callable[[Callable[[Path], Any], Sequence[Path], Path | None], Iterator[Any]]
+"""Function that maps a function over record files, like ``map_records``; its last argument is the cache folder."""
+
+
+def survey_file(path: Path, dimension_pairs: DimensionPairs = (), limits: InputLimits | None = None) -> RunStatistics:
+    """Return the statistics of one record.
+
+    Args:
+        path: the record.
+        dimension_pairs: as for :func:`survey_run`.
+        limits: as for :func:`~nemo_geomask.tools.diagnose.read.record_reader.read_blocks`.
+    """
+    statistics = RunStatistics(files=1, without_checksum=int(CHECKSUM_KEY.encode() not in read_metadata(path)))
+    for block in read_blocks(path, limits):
+        statistics.add(survey_block(block, dimension_pairs))
+    return statistics
+
+
+def _leave_out(path: Path, error: Exception) -> RunStatistics:
+    return RunStatistics(files=1, left_out={path: str(error)})
+
+
+def survey_run(
+    run: RunFiles,
+    steps: Sequence[int] | None = None,
+    cache: Path | None = None,
+    *,
+    dimension_pairs: DimensionPairs = (),
+    mapper: RecordMapper = map_records,
+) -> RunStatistics:
+    """Return the statistics of a run, or of some of its steps.
+
+    Args:
+        run: the run's files.
+        steps: numbers of the steps; None: all steps.
+        cache: folder for records converted from logs; None: next to the logs.
+        dimension_pairs: pairs of dimensions by which tokens are split together.
+        mapper: function that calls a function on each file, in the order of the paths:
+            ``record_sources.map_records`` on all cores of this machine, or the result of ``ray_survey.connect_ray`` on
+            all cores of a cluster.
+    """
+    run.check(steps)
+    statistics = RunStatistics(superseded=set(run.superseded))
+    # Limits are passed on, because those in effect here are not in effect in other processes.
+    survey: Callable[[Path], Any] = partial(
+        survey_file, dimension_pairs=tuple(dimension_pairs), limits=current_limits()
+    )
+    if run.skips_damaged:
+        survey = Tolerant(survey, _leave_out)
+    paths = run.paths(steps)
+    for part in track(mapper(survey, paths, cache), len(paths), "reading files"):
+        statistics.add(part)
+    if paths and len(statistics.left_out) == len(paths):
+        first, *_ = statistics.left_out.values()
+        raise DataError(f"{run.directory}: all {len(paths)} files are damaged; the first: {first}")
+    return statistics
+
+
+def read_step(
+    run: RunFiles, step: int, cache: Path | None = None, left_out: dict[Path, str] | None = None
+) -> Iterator[RecordBlock]:
+    """Yield the sequences of one step.
+
+    Args:
+        run: the run; if it skips damaged files, a file is read as a whole before its sequences are yielded.
+        step: the step's number.
+        cache: as for :func:`survey_run`.
+        left_out: gets the damaged files that are left out, with the error of each.
+    """
+    run.check([step])
+    leave_out = partial(_note_left_out, {} if left_out is None else left_out)
+    read = Tolerant(_read_whole, leave_out) if run.skips_damaged else read_blocks
+    for path in run.paths([step]):
+        yield from apply_to_record(read, path, cache)
+
+
+def _note_left_out(left_out: dict[Path, str], path: Path, error: Exception) -> Sequence[RecordBlock]:
+    left_out[path] = str(error)
+    return ()
+
+
+def _read_whole(path: Path) -> list[RecordBlock]:
+    return list(read_blocks(path))

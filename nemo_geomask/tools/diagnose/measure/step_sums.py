@@ -1,0 +1,227 @@
+r"""Sums over the trained tokens and the sequences of one step, with bootstrap replicates of some of them.
+
+Sums of parts (files, processes, machines) add up to the sums of the whole, so no process ever holds a run in memory.
+With :math:`\Delta` = prev − gen, the training engine's log-prob of a trained token minus the generation engine's, the
+sums over tokens are of
+
+===================== =====================================================================================
+``abs_delta``         :math:`|\Delta|`
+``capped_abs``        :math:`\min(|\Delta|, 1)`. Parts of the data are compared by this sum, because a few tokens
+                      dominate the mean of k3
+``delta``             :math:`\Delta`; its mean is −k1, the difference of the log-perplexities
+``k3``                :math:`e^\Delta - 1 - \Delta`, an estimate of KL(gen ‖ prev)
+``k3_reverse``        :math:`e^{-\Delta} - 1 + \Delta`, NeMo-RL's ``policy_kl_error``
+``prob_error``        :math:`e^{|\Delta|}`, NeMo-RL's ``token_mult_prob_error``
+``weight``            :math:`e^\Delta`, the importance weight
+``signed_square``     :math:`\mathrm{sign}(\Delta) \min(|\Delta|, 1)^2`, in which symmetric noise cancels
+``one_minus_p``       :math:`1 - p`, where p is the generation engine's probability. Noise of size s on the logits
+                      moves the token's log-prob by about :math:`s (1 - p)`, so this is the expected mismatch
+``scaled_delta``      :math:`\Delta/(1 - p)`, clipped to ±0.1, so that of large noise only the sign counts
+``surprise``          −gen, at most 20; its mean estimates the cross-entropy of the sampled tokens
+``delta_positive``    1 where :math:`\Delta > 0`
+``above_0.1``         1 where :math:`|\Delta| > 0.1`
+``above_1``           1 where :math:`|\Delta| > 1`
+``…_squared``         the square of the quantity
+===================== =====================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from nemo_geomask.tools.diagnose.read.record_reader import Array
+from nemo_geomask.tools.shared.intervals import percentile_interval
+
+__all__ = [
+    "BOOTSTRAP_REPLICATES",
+    "BOOTSTRAP_SUMS",
+    "FAULTS",
+    "FAULT_SUMS",
+    "SUMS",
+    "TOKEN_SUMS",
+    "GroupSums",
+    "MaskSums",
+    "StepSums",
+    "ratio_or_nan",
+]
+
+BOOTSTRAP_REPLICATES = 100
+"""Number of replicates of the bootstrap over sequences."""
+
+TOKEN_SUMS = (
+    "tokens",
+    "abs_delta",
+    "capped_abs",
+    "delta",
+    "k3",
+    "k3_reverse",
+    "prob_error",
+    "weight",
+    "weight_squared",
+    "delta_positive",
+    "above_0.1",
+    "above_1",
+    "one_minus_p",
+    "one_minus_p_squared",
+    "scaled_delta",
+    "surprise",
+)
+"""Sums over trained tokens; ``tokens`` counts them."""
+SEQUENCE_SUMS = (
+    "sequences",
+    "response_tokens",
+    "reward",
+    "sequences_with_reward",
+    "staleness",
+    "sequences_with_staleness",
+    "sequence_weight",
+    "sequence_weight_squared",
+    "mean_weight",
+    "mean_weight_squared",
+    "entropy",
+    "tokens_with_entropy",
+)
+"""Sums over sequences that have a trained token: ``sequence_weight`` is exp(Σ Δ), ``mean_weight`` exp(mean Δ).
+
+``entropy`` is over tokens: the entropy of the training engine's distribution, where it was recorded.
+"""
+CHECK_SUMS = (
+    "all_sequences",
+    "sequences_without_gen",
+    "sequences_without_prev",
+    "nonfinite",
+    "unsure_tokens",
+    "zero_gen",
+    "zero_prev",
+    "positive_logprobs",
+    "all_tokens",
+    "sequences_checked_for_shift",
+    "shifted_later",
+    "shifted_earlier",
+    "masked_out_sequences",
+    "masked_out_capped_abs",
+    "masked_out_tokens",
+)
+"""Counts of ``logprob_checks``, and sums over what the sample mask leaves out."""
+FAULTS = ("zero", "positive", "shifted")
+"""Faults of single tokens, in the names of :data:`FAULT_SUMS`; a token has the last of the faults that apply."""
+FAULT_SUMS = (
+    *(f"{fault}_{measure}" for fault in FAULTS for measure in ("k3", "capped_abs")),
+    "missing_k3",
+    "missing_capped_abs",
+)
+"""Sums of ``k3`` and ``capped_abs`` over the trained tokens with each fault.
+
+``missing`` are the tokens of sequences for which the generation engine returned only zeros. They are in no other sum,
+because these zeros are no log-probs; the loss takes them for log-probs all the same.
+"""
+ADVANTAGE_SUMS = ("ad", "an", "a2d2", "a2dn", "a2n2")
+"""Sums over sequences of products of the advantage a, n = √tokens and d = Σ scaled_delta / n.
+
+The detector of a stale engine computes the correlation of Δ with the advantage from them.
+"""
+SUMS = (*TOKEN_SUMS, *SEQUENCE_SUMS, *CHECK_SUMS, *FAULT_SUMS, *ADVANTAGE_SUMS)
+"""Order of the sums in :attr:`StepSums.sums`."""
+BOOTSTRAP_SUMS = (
+    "tokens",
+    "abs_delta",
+    "capped_abs",
+    "delta",
+    "k3",
+    "prob_error",
+    "weight",
+    "weight_squared",
+    "one_minus_p",
+    *FAULT_SUMS,
+)
+"""Sums that have bootstrap replicates, in the order of the columns of :attr:`StepSums.bootstrap`."""
+_INDEX = {name: index for index, name in enumerate(SUMS)}
+
+
+class MaskSums(NamedTuple):
+    """Number of trained tokens, and the sum of their :math:`\\min(|\\Delta|, 1)`."""
+
+    tokens: float = 0.0
+    capped_abs: float = 0.0
+
+
+class GroupSums(NamedTuple):
+    """Sums over the trained tokens of one prompt group, without those with faulty log-probs."""
+
+    capped_abs: float = 0.0
+    one_minus_p: float = 0.0
+    capped_abs_squared: float = 0.0
+    k3: float = 0.0
+    one_minus_p_squared: float = 0.0
+
+
+def ratio_or_nan(numerator: float, denominator: float) -> float:
+    """Return the ratio, or NaN if the denominator is 0."""
+    return numerator / denominator if denominator else math.nan
+
+
+@dataclass
+class StepSums:
+    """Sums of one step, or of several steps added up.
+
+    ``sums["k3"]`` reads one of them, ``sums["k3"] = 1.0`` sets it.
+
+    Attributes:
+        sums: [len(SUMS)], in the order of :data:`SUMS`.
+        bootstrap: [BOOTSTRAP_REPLICATES, len(BOOTSTRAP_SUMS)].
+        maskable: sums over all trained tokens of the records that contain decisions of masks.
+        removed: sums over the tokens that a mask removes, for each mask by its label.
+        versions: smallest and largest weight version of the samples; (inf, -inf) if none was recorded.
+        groups: sums of each prompt group, by its number; empty for several steps.
+    """
+
+    sums: Array = field(default_factory=lambda: np.zeros(len(SUMS)))
+    bootstrap: Array = field(default_factory=lambda: np.zeros((BOOTSTRAP_REPLICATES, len(BOOTSTRAP_SUMS))))
+    maskable: MaskSums = field(default_factory=MaskSums)
+    removed: dict[str, MaskSums] = field(default_factory=dict)
+    versions: tuple[float, float] = (np.inf, -np.inf)
+    groups: dict[int, GroupSums] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> float:
+        return float(self.sums[_INDEX[name]])
+
+    def __setitem__(self, name: str, value: float) -> None:
+        self.sums[_INDEX[name]] = value
+
+    def mean(self, name: str, over: str = "tokens") -> float:
+        """Return a sum divided by another one, the number of trained tokens by default; NaN if that is 0."""
+        return ratio_or_nan(self[name], self[over])
+
+    def removed_share(self, label: str, of: Literal["tokens", "capped_abs"] = "tokens") -> float:
+        """Return the share that a mask removes of the trained tokens, or of their mismatch; NaN if not recorded."""
+        return ratio_or_nan(getattr(self.removed.get(label, MaskSums()), of), getattr(self.maskable, of))
+
+    def bootstrapped(self, name: str) -> Array:
+        """Return the replicates of one of :data:`BOOTSTRAP_SUMS`, without replicates that drew no token."""
+        drawn = self.bootstrap[self.bootstrap[:, BOOTSTRAP_SUMS.index("tokens")] > 0]
+        values: Array = drawn[:, BOOTSTRAP_SUMS.index(name)]
+        return values
+
+    def interval(self, name: str) -> tuple[float, float]:
+        """Return the bootstrap interval, over sequences, of a sum's mean per token; NaN if there is no token."""
+        return percentile_interval(self.bootstrapped(name) / self.bootstrapped("tokens"))
+
+    def add(self, other: StepSums) -> None:
+        """Add the sums of another part of the same step, or of another step."""
+        self.sums = self.sums + other.sums
+        self.bootstrap = self.bootstrap + other.bootstrap
+        self.maskable = _add_mask_sums(self.maskable, other.maskable)
+        for label, removed in other.removed.items():
+            self.removed[label] = _add_mask_sums(self.removed.get(label, MaskSums()), removed)
+        self.versions = min(self.versions[0], other.versions[0]), max(self.versions[1], other.versions[1])
+        for number, group in other.groups.items():
+            before = self.groups.get(number, GroupSums())
+            self.groups[number] = GroupSums(*(mine + theirs for mine, theirs in zip(before, group, strict=True)))
+
+
+def _add_mask_sums(first: MaskSums, second: MaskSums) -> MaskSums:
+    return MaskSums(first.tokens + second.tokens, first.capped_abs + second.capped_abs)

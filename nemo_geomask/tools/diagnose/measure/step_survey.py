@@ -1,0 +1,210 @@
+"""Statistics of one step, computed from a block of its records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from nemo_geomask.tools.diagnose.measure.bootstrap_draws import poisson_draws
+from nemo_geomask.tools.diagnose.measure.logprob_checks import LogprobFaults, find_faults
+from nemo_geomask.tools.diagnose.measure.run_statistics import WORST_COUNT, RunStatistics, WorstSequence, WorstToken
+from nemo_geomask.tools.diagnose.measure.step_sums import (
+    BOOTSTRAP_REPLICATES,
+    BOOTSTRAP_SUMS,
+    FAULTS,
+    TOKEN_SUMS,
+    GroupSums,
+    MaskSums,
+    StepSums,
+)
+from nemo_geomask.tools.diagnose.measure.token_bins import split_tokens
+from nemo_geomask.tools.diagnose.measure.token_values import MAX_CAPPED_ABS, TrainedTokens, select_trained_tokens
+from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
+
+__all__ = ["survey_block", "trainer_column"]
+
+MAX_SEQUENCE_LOG_WEIGHT = 300.0
+"""Logarithm at which sequence weights saturate, so that sums of their squares stay finite in float64.
+
+The limit is higher than for tokens because the log-ratios of a long sequence add up to large numbers, and an effective
+sample size depends only on the ratios of the weights.
+"""
+MAX_ADVANTAGE = 3.0
+"""Value at which the magnitude of a sequence's mean advantage is clipped."""
+CONTEXT_TOKENS = 8
+"""Tokens that are kept before each of the worst tokens."""
+
+
+def survey_block(block: RecordBlock, dimension_pairs: Sequence[tuple[str, str]] = ()) -> RunStatistics:
+    """Compute the statistics of one block, whose sequences all belong to the same step.
+
+    Args:
+        block: the records.
+        dimension_pairs: pairs of dimensions to split tokens by together, in addition to every single dimension.
+    """
+    statistics = RunStatistics()
+    if not len(block):
+        return statistics
+    step = int(block.sequences["step"][0])
+    sequence = np.repeat(np.arange(len(block)), np.diff(block.offsets))
+    mask = block.tokens["mask"].astype(bool)
+    not_recorded = np.full(len(mask), np.nan)
+    gen = block.tokens.get("gen", not_recorded).astype(float)
+    prev = block.tokens.get(trainer_column(block), not_recorded).astype(float)
+    sums = statistics.steps[step] = StepSums()
+    faults = find_faults(sums, mask, gen, prev, sequence, len(block))
+    if "gen" not in block.tokens:
+        sums["nonfinite"] = 0.0  # NaN stands for "not recorded" here
+    comparable = faults.comparable & np.isfinite(gen) & np.isfinite(prev)
+    is_in_loss = block.sequences["sample_mask"] != 0
+    masked_out = np.flatnonzero(comparable & ~is_in_loss[sequence])
+    sums["masked_out_sequences"] = float((~is_in_loss).sum())
+    sums["masked_out_capped_abs"] = float(np.minimum(np.abs(prev[masked_out] - gen[masked_out]), MAX_CAPPED_ABS).sum())
+    sums["masked_out_tokens"] = float(len(masked_out))
+    trained = select_trained_tokens(block, np.flatnonzero(comparable & is_in_loss[sequence]), sequence, gen, prev)
+    _sum_tokens_and_sequences(sums, trained)
+    _sum_advantages(sums, trained)
+    _sum_masks(sums, trained)
+    fault_sums = _sum_faults(trained, faults, np.where(mask & is_in_loss[sequence], prev, np.nan), sequence)
+    for name, per_sequence in fault_sums.items():
+        sums[name] = float(per_sequence.sum())
+    draws = poisson_draws(step, block.sequences["row"], BOOTSTRAP_REPLICATES)
+    by_sequence = {name: fault_sums.get(name) for name in BOOTSTRAP_SUMS}
+    sums.bootstrap = draws @ np.stack(
+        [trained.sum_per_sequence(name) if column is None else column for name, column in by_sequence.items()], axis=1
+    )
+    # Faulty log-probs would look like a mismatch of the part of the data they are in, so no part contains them.
+    is_sound = ~(faults.zero | faults.positive | faults.shifted[sequence])[trained.index]
+    sound = trained.select(is_sound)
+    _sum_groups(sums, sound)
+    statistics.windows[step] = split_tokens(sound, mask, sequence, dimension_pairs, draws)
+    statistics.worst_sequences = _worst_sequences(trained, step)
+    statistics.worst_tokens = _worst_tokens(trained, step)
+    return statistics
+
+
+def trainer_column(block: RecordBlock) -> str:
+    """Return the column with the training engine's log-probs.
+
+    This is ``prev``, or ``curr`` if π_old was not computed but the log-probs of the current policy were recorded.
+    """
+    if "curr" not in block.tokens:
+        return "prev"
+    return block.trainer or ("prev" if block.has_prev else "curr")
+
+
+def _sum_tokens_and_sequences(sums: StepSums, trained: TrainedTokens) -> None:
+    for name in TOKEN_SUMS:
+        sums[name] = float(trained.values[name].sum())
+    tokens = trained.sum_per_sequence("tokens")
+    has_tokens = tokens > 0
+    sums["sequences"] = float(has_tokens.sum())
+    delta = trained.sum_per_sequence("delta")[has_tokens]
+    for name, log_weight in (("sequence_weight", delta), ("mean_weight", delta / tokens[has_tokens])):
+        weight = np.exp(np.minimum(log_weight, MAX_SEQUENCE_LOG_WEIGHT))
+        sums[name] = float(weight.sum())
+        sums[f"{name}_squared"] = float(np.square(weight).sum())
+    sums["response_tokens"] = float((trained.column("length") - trained.column("prompt_length"))[has_tokens].sum())
+    for name, count_name in (("reward", "sequences_with_reward"), ("staleness", "sequences_with_staleness")):
+        values = trained.column(name)
+        sums[name] = float(np.nansum(values))
+        sums[count_name] = float(np.isfinite(values).sum())
+    entropy = trained.block.tokens.get("entropy")
+    if entropy is not None:
+        entropy = entropy[trained.index]
+        sums["entropy"] = float(np.nansum(entropy, dtype=float))
+        sums["tokens_with_entropy"] = float(np.isfinite(entropy).sum())
+    versions = trained.column("weight_version")
+    if np.isfinite(versions).any():
+        sums.versions = float(np.nanmin(versions)), float(np.nanmax(versions))
+
+
+def _sum_faults(trained: TrainedTokens, faults: LogprobFaults, prev: Array, sequence: Array) -> dict[str, Array]:
+    """Return [S] for each of ``FAULT_SUMS``, the sums over each sequence's tokens.
+
+    Args:
+        trained: the trained tokens with finite log-probs of both engines.
+        faults: the faults of the block.
+        prev: [N], log-probs of the training engine at trained tokens, NaN elsewhere.
+        sequence: [N], the sequence of each token.
+    """
+    shifted = faults.shifted[trained.sequence]
+    positive = faults.positive[trained.index] & ~shifted
+    flags = {"zero": faults.zero[trained.index] & ~shifted & ~positive, "positive": positive, "shifted": shifted}
+    count = len(trained.block)
+    per_sequence = {
+        f"{fault}_{measure}": np.bincount(trained.sequence, trained.values[measure] * flags[fault], minlength=count)
+        for fault in FAULTS
+        for measure in ("k3", "capped_abs")
+    }
+    index = np.flatnonzero(faults.missing[sequence] & np.isfinite(prev))
+    missing = select_trained_tokens(trained.block, index, sequence, np.zeros_like(prev), prev)
+    return per_sequence | {f"missing_{measure}": missing.sum_per_sequence(measure) for measure in ("k3", "capped_abs")}
+
+
+def _sum_advantages(sums: StepSums, trained: TrainedTokens) -> None:
+    """Write the sums that the correlation of Δ with the advantage is computed from; see ``ADVANTAGE_SUMS``."""
+    if trained.advantages is None:
+        return
+    tokens = np.maximum(trained.sum_per_sequence("tokens"), 1)
+    mean = np.bincount(trained.sequence, weights=trained.advantages, minlength=len(trained.block)) / tokens
+    a, n = np.clip(np.nan_to_num(mean), -MAX_ADVANTAGE, MAX_ADVANTAGE), np.sqrt(tokens)
+    d = trained.sum_per_sequence("scaled_delta") / n
+    products = {"ad": a * d, "an": a * n, "a2d2": (a * d) ** 2, "a2dn": a * a * d * n, "a2n2": (a * n) ** 2}
+    for name, product in products.items():
+        sums[name] = float(product.sum())
+
+
+def _sum_masks(sums: StepSums, trained: TrainedTokens) -> None:
+    capped_abs, removed = trained.values["capped_abs"], trained.block.removed
+    if removed:
+        sums.maskable = MaskSums(float(len(capped_abs)), float(capped_abs.sum()))
+    for label, is_removed in removed.items():
+        chosen = capped_abs[is_removed[trained.index]]
+        sums.removed[label] = MaskSums(float(len(chosen)), float(chosen.sum()))
+
+
+def _sum_groups(sums: StepSums, trained: TrainedTokens) -> None:
+    groups, member = np.unique(trained.block.sequences["group"], return_inverse=True)
+    columns = [
+        np.bincount(member, weights=trained.sum_per_sequence(name), minlength=len(groups)).tolist()
+        for name in GroupSums._fields
+    ]
+    sums.groups = {number: GroupSums(*row) for number, *row in zip(groups.tolist(), *columns, strict=True)}
+
+
+def _worst_sequences(trained: TrainedTokens, step: int) -> list[WorstSequence]:
+    columns, tokens = trained.block.sequences, trained.sum_per_sequence("tokens")
+    mean = trained.sum_per_sequence("abs_delta") / np.maximum(tokens, 1)
+    delta = trained.sum_per_sequence("delta")
+    worst = [
+        WorstSequence(
+            mean_abs_delta=float(mean[index]),
+            step=step,
+            row=int(columns["row"][index]),
+            group=int(columns["group"][index]),
+            tokens=int(tokens[index]),
+            k1=-float(delta[index] / tokens[index]),
+        )
+        for index in np.argsort(-mean)[:WORST_COUNT].tolist()
+        if tokens[index]
+    ]
+    return sorted(worst, reverse=True)
+
+
+def _worst_tokens(trained: TrainedTokens, step: int) -> list[WorstToken]:
+    block, abs_delta = trained.block, trained.values["abs_delta"]
+    if len(abs_delta) > WORST_COUNT:
+        chosen: Array = np.argpartition(-abs_delta, WORST_COUNT)[:WORST_COUNT]
+    else:
+        chosen = np.arange(len(abs_delta))
+    worst = []
+    for place in chosen.tolist():
+        index, sequence = int(trained.index[place]), int(trained.sequence[place])
+        begin = int(block.offsets[sequence])
+        context = tuple(block.tokens["tokens"][max(begin, index - CONTEXT_TOKENS) : index + 1].tolist())
+        row = int(block.sequences["row"][sequence])
+        gen, prev = float(trained.gen[place]), float(trained.prev[place])
+        worst.append(WorstToken(float(abs_delta[place]), step, row, index - begin, gen, prev, context))
+    return sorted(worst, reverse=True)

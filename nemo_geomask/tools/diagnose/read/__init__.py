@@ -1,0 +1,1 @@
+"""Files of a run, read into one table: records, NeMo-RL's logs, logged metrics."""

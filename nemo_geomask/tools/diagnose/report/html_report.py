@@ -1,0 +1,298 @@
+"""The HTML report: one file that needs no network and no other file.
+
+All that comes from a run (labels of masks, text of tokens, names of folders) enters the page through a Jinja template
+that escapes it, or as JSON that cannot end its script element. The page's content security policy allows no script but
+the page's own and plotly's.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import nemo_geomask
+from nemo_geomask.errors import DataError, GeomaskError
+from nemo_geomask.optional import require
+from nemo_geomask.tools.diagnose.explain.causes import CAUSES
+from nemo_geomask.tools.diagnose.explain.run_diagnosis import causes_by_need
+from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis
+from nemo_geomask.tools.diagnose.measure.quantities import BIN_MEASURES
+from nemo_geomask.tools.diagnose.read.logged_metrics import MetricSeries, read_logged
+from nemo_geomask.tools.diagnose.read.record_sources import RunFiles
+from nemo_geomask.tools.diagnose.report.excerpts import MISMATCH_GRADES, Excerpt, worst_excerpts
+from nemo_geomask.tools.diagnose.report.figure_data import (
+    Figure,
+    diagnosis_figures,
+    group_mismatches,
+    metric_figures,
+)
+from nemo_geomask.tools.diagnose.report.figure_rendering import plotly_figure, run_colour
+from nemo_geomask.tools.diagnose.report.page_tables import PageTable, merge_tables
+from nemo_geomask.tools.diagnose.report.report_tables import STEP, Decode, Table, diagnosis_tables
+from nemo_geomask.tools.diagnose.report.sweep_section import build_sweep_section
+from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
+
+__all__ = ["ReportedRun", "short_names", "write_page", "write_report"]
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """A run, and the data that the report shows about it.
+
+    Attributes:
+        name: short name.
+        directory: folder of its files.
+        diagnosis: its diagnosis.
+        excerpts: excerpts of its worst sequences.
+        logged: the metrics that it logged.
+    """
+
+    name: str
+    directory: str
+    diagnosis: RunDiagnosis
+    excerpts: Sequence[Excerpt] = ()
+    logged: MetricSeries = field(default_factory=dict)
+
+
+def short_names(directories: Sequence[Path]) -> list[str]:
+    """Return a name for each run: the part of its path in which the runs differ."""
+    paths = [path.resolve() for path in directories]
+    if len(set(paths)) < 2:
+        return [path.name for path in paths]
+    common = os.path.commonpath(paths)
+    names = [path.relative_to(common).parts for path in paths]
+    while all(len(parts) > 1 for parts in names) and len({parts[-1] for parts in names}) == 1:
+        names = [parts[:-1] for parts in names]
+    return ["/".join(parts) or Path(common).name for parts in names]
+
+
+@dataclass(frozen=True)
+class _PageSection:
+    """Section of the page: figures, and tables below them."""
+
+    id: str
+    title: str
+    intro: str = ""
+    figures: list[Figure] = field(default_factory=list)
+    tables: list[PageTable] = field(default_factory=list)
+    definitions: Mapping[str, str] = field(default_factory=dict)
+    is_folded: bool = False
+
+    @property
+    def views(self) -> list[str]:
+        """Names of the figures' views, between which the reader chooses."""
+        return list(dict.fromkeys(name for figure in self.figures for name in figure.views if name))
+
+
+_SECTIONS = {
+    "numbers": ("Numbers", ""),
+    "causes": ("Causes that were tested", "Each cause, its measured value, and the threshold above which it is shown."),
+    "steps": (
+        "By step",
+        f"Shaded: {CONFIDENCE_LABEL} interval over sequences. Vertical line: the step at which the mismatch rose. Drag "
+        "to zoom, double-click to reset.",
+    ),
+    "more": ("More numbers by step", ""),
+    "parts": ("By position, length, probability, …", "Which tokens have the mismatch."),
+    "masks": ("Tokens that the masks removed", "As decided by each mask when the batch was recorded."),
+    "logged": ("Metrics that the run logged", "From metrics.jsonl or TensorBoard's files."),
+    "worst": ("Worst sequences and tokens", ""),
+}
+"""Title and introduction of each section, by its id, in the order of the page."""
+
+_SECTION_OF_TABLE = {
+    "numbers": "numbers",
+    "causes": "causes",
+    "changes": "steps",
+    "steps": "steps",
+    "circle": "steps",
+    "worst_sequences": "worst",
+    "worst_tokens": "worst",
+}
+"""Section of each table, by the table's key; the tables by dimension, which are not listed, are in ``parts``."""
+
+_MAX_GROUPS = 8
+"""Number of rows in the table of prompt groups."""
+
+
+def _group_table(run: RunDiagnosis) -> Table:
+    rows: list[tuple[Any, ...]] = [
+        (step, *group) for step in run.evidence.steps_after for group in group_mismatches(run, step)
+    ]
+    rows.sort(key=lambda row: -row[-1])
+    definitions = {
+        "share": "of the sum of |Δ| (each at most 1) in its step",
+        "times the others": "mean |Δ| over mean 1 − p, divided by the same of the step's other groups",
+    }
+    title = "Prompt groups with the largest mismatch"
+    return Table("groups", title, ("step", "group", "share", "times the others"), rows[:_MAX_GROUPS], definitions)
+
+
+def _build_sections(
+    runs: Sequence[ReportedRun], decode: Decode | None, dimension_pairs: Sequence[tuple[str, ...]]
+) -> list[_PageSection]:
+    """Return the sections that have a figure or a table."""
+    sections = {
+        key: _PageSection(key, title, intro, is_folded=key == "more") for key, (title, intro) in _SECTIONS.items()
+    }
+    measure_definitions = {measure.name: measure.definition for measure in BIN_MEASURES}
+    sections["parts"] = replace(sections["parts"], definitions=measure_definitions)
+    for figure in [*diagnosis_figures([run.diagnosis for run in runs]), *metric_figures([run.logged for run in runs])]:
+        sections[figure.section].figures.append(figure)
+    tables_by_key: dict[str, list[tuple[int, Table]]] = {}
+    for index, run in enumerate(runs):
+        tables = {table.key: table for table in [*diagnosis_tables(run.diagnosis, decode), _group_table(run.diagnosis)]}
+        for table in diagnosis_tables(run.diagnosis, None, [(STEP,), *dimension_pairs]):
+            tables.setdefault(table.key, table)  # the table of steps above, which is shorter, stays
+        for table in tables.values():
+            if table.rows:
+                tables_by_key.setdefault(table.key, []).append((index, table))
+    for key, indexed_tables in tables_by_key.items():
+        sections[_SECTION_OF_TABLE.get(key, "parts")].tables.extend(merge_tables(indexed_tables))
+    return [section for section in sections.values() if section.figures or section.tables]
+
+
+def write_report(
+    path: Path,
+    runs: Sequence[tuple[RunFiles, RunDiagnosis]],
+    *,
+    fallbacks: Mapping[str, tuple[str, str]] | None = None,
+    sweeps: Sequence[Mapping[str, Any]] = (),
+    decode: Decode | None = None,
+    dimension_pairs: Sequence[tuple[str, ...]] = (),
+    cache: Path | None = None,
+    names: Sequence[str] | None = None,
+    logged: Sequence[MetricSeries] | None = None,
+) -> None:
+    """Write the report on one or more runs, with excerpts of their worst sequences and their logged metrics.
+
+    Args:
+        path: the HTML file; it appears complete or not at all.
+        runs: files and diagnosis of at least one run; several are shown side by side.
+        fallbacks: health and verdict of each folder without records, by the folder.
+        sweeps: objects from :func:`~nemo_geomask.tools.diagnose.report.sweep_section.read_sweep`.
+        decode: returns the text of token ids; None: ids are shown.
+        dimension_pairs: pairs of dimensions by which tokens were split together.
+        cache: folder for records converted from logs; None: next to the logs.
+        names: names of the runs; None: the parts of their paths that differ.
+        logged: metrics of each run; None: those in its folder.
+
+    Raises:
+        MissingDependencyError: plotly or Jinja is missing.
+        DataError: the file can't be written, or a sweep is of another run.
+    """
+    names = names or short_names([files.directory for files, _ in runs])
+    fallbacks = dict(fallbacks or {})
+    reported = []
+    for index, (name, (files, diagnosis)) in enumerate(zip(names, runs, strict=True)):
+        series: MetricSeries = {}
+        try:
+            series = read_logged(files.directory) if logged is None else logged[index]
+        except GeomaskError as error:
+            fallbacks[str(files.directory)] = ("unknown", f"the run's logged metrics are not shown: {error}")
+        excerpts = worst_excerpts(files, diagnosis, decode, cache)
+        reported.append(ReportedRun(name, str(files.directory), diagnosis, excerpts, series))
+    write_page(path, reported, fallbacks=fallbacks, sweeps=sweeps, decode=decode, dimension_pairs=dimension_pairs)
+
+
+_REQUIREMENT = ("a report needs", "diagnose")
+
+
+def write_page(
+    path: Path,
+    runs: Sequence[ReportedRun],
+    *,
+    fallbacks: Mapping[str, tuple[str, str]] | None = None,
+    sweeps: Sequence[Mapping[str, Any]] = (),
+    decode: Decode | None = None,
+    dimension_pairs: Sequence[tuple[str, ...]] = (),
+) -> None:
+    """Write the page of runs whose excerpts and metrics have been read; otherwise like :func:`write_report`."""
+    sections = _build_sections(runs, decode, dimension_pairs)
+    directories = [run.directory for run in runs]
+    sweep_sections = [build_sweep_section(number, sweep, directories) for number, sweep in enumerate(sweeps)]
+    figures = [figure for section in sections for figure in section.figures]
+    figures += [section.figure for section in sweep_sections]
+    names = [run.name for run in runs]
+    plotly_script = require("plotly.offline", *_REQUIREMENT).get_plotlyjs().replace("\r", "")
+    page_script = _read_page_file("page.js")
+    html = _load_template().render(
+        version=nemo_geomask.__version__,
+        written_at=time.strftime("%Y-%m-%d %H:%M"),
+        script_hashes=" ".join(f"'sha256-{_sha256(script)}'" for script in (plotly_script, page_script)),
+        style=_read_page_file("page.css"),
+        plotly_script=plotly_script,
+        page_script=page_script,
+        runs=[_run_context(index, run) for index, run in enumerate(runs)],
+        fallbacks=dict(fallbacks or {}),
+        sections=sections,
+        sweeps=sweep_sections,
+        grades=MISMATCH_GRADES,
+        figures={figure.key: plotly_figure(figure, names) for figure in figures},
+    )
+    _replace_file(path, html)
+
+
+def _replace_file(path: Path, text: str) -> None:
+    """Write a file under another name and rename it, so that no reader sees an incomplete file."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_text(text, encoding="utf-8", newline="\n")
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(f"--html: {path} can't be written ({error.strerror or error})") from None
+
+
+def _run_context(index: int, run: ReportedRun) -> dict[str, Any]:
+    """Return the template's variables of one run."""
+    diagnosis = run.diagnosis
+    detections = diagnosis.detections
+    total = diagnosis.evidence.statistics.total()
+    steps = sorted(diagnosis.evidence.statistics.steps)
+    verdict, _, reason = diagnosis.headline.partition(": ")
+    causes = [] if diagnosis.unjudged_reason else CAUSES
+    return {
+        "name": run.name,
+        "letter": chr(ord("A") + index % 26),
+        "directory": run.directory,
+        "colour": run_colour(index),
+        "health": "unknown" if diagnosis.unjudged_reason else diagnosis.health,
+        "verdict": verdict,
+        "reason": "; ".join([reason, *diagnosis.evidence.statistics.file_notes]),
+        "cause": diagnosis.cause,
+        "ruled_out": [cause.name for cause in causes if detections[cause.id].state == "ruled out"],
+        "untested": {
+            needs: [cause.name for cause in causes if cause.id in ids]
+            for needs, ids in causes_by_need(detections if causes else {}).items()
+        },
+        "extent": f"{len(steps)} steps, {steps[0]} to {steps[-1]}; {total['sequences']:,.0f} sequences and "
+        f"{total['tokens']:,.0f} trained tokens with log-probs of both engines",
+        "excerpts": run.excerpts,
+    }
+
+
+def _load_template() -> Any:
+    jinja = require("jinja2", *_REQUIREMENT)
+    loader = jinja.PackageLoader("nemo_geomask.tools.diagnose.report", "page")
+    environment = jinja.Environment(loader=loader, autoescape=True, undefined=jinja.StrictUndefined)
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "allow_nan": False}
+    return environment.get_template("page.html")
+
+
+def _read_page_file(name: str) -> str:
+    return (Path(__file__).parent / "page" / name).read_text(encoding="utf-8")
+
+
+def _sha256(text: str) -> str:
+    """Return the hash that identifies a script in the content security policy."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

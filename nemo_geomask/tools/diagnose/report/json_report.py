@@ -1,0 +1,87 @@
+"""A diagnosis as JSON, for ``nemo-geomask diagnose --json``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_geomask.tools.diagnose.explain.cause_selection import ExplainedShare
+from nemo_geomask.tools.diagnose.explain.causes import CAUSES
+from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis
+from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS
+from nemo_geomask.tools.diagnose.report.report_tables import Decode, diagnosis_tables
+from nemo_geomask.tools.shared.json_output import JSON_VERSION, replace_nonfinite
+
+__all__ = ["diagnosis_json"]
+
+
+def diagnosis_json(
+    diagnosis: RunDiagnosis,
+    directory: str,
+    decode: Decode | None = None,
+    splits: Sequence[tuple[str, ...]] | None = None,
+) -> dict[str, Any]:
+    """Return a diagnosis for ``--json``; numbers that are not finite are None.
+
+    Args:
+        diagnosis: the diagnosis of a run.
+        directory: folder of the run.
+        decode, splits: as for :func:`~nemo_geomask.tools.diagnose.report.report_tables.diagnosis_tables`.
+    """
+    cause = diagnosis.cause
+    causes = []
+    shown = {ranked.cause.id: ranked for ranked in diagnosis.shown}
+    for tested in CAUSES:
+        detection = diagnosis.detections[tested.id]
+        causes.append(
+            {
+                "id": tested.id,
+                "measured": detection.value,
+                "threshold": tested.threshold,
+                "why": tested.rationale,
+                "shown": detection.is_shown,
+                "state": detection.state,
+                "needs": detection.needs,
+                "detectable_share": detection.detectable_share,
+                "share": None if tested.id not in shown else _share_json(shown[tested.id].ranked.share),
+                "since": shown[tested.id].since if tested.id in shown else None,
+                "says": detection.description,
+                "steps": list(detection.steps),
+            }
+        )
+    levels = {}
+    for limit in HEALTH_LIMITS:
+        reading = diagnosis.readings[limit.name]
+        levels[limit.name] = {
+            "value": reading.value,
+            "interval": [reading.low, reading.high],
+            "health": reading.health,
+            "drifting": limit.drifting,
+            "broken": limit.broken,
+            "definition": limit.definition,
+            "source": limit.source,
+        }
+    values = {
+        "version": JSON_VERSION,
+        "run": directory,
+        "health": "unknown" if diagnosis.unjudged_reason else diagnosis.health,
+        "verdict": diagnosis.sentence,
+        "since": diagnosis.since,
+        "against": None if diagnosis.comparison is None else diagnosis.comparison._asdict(),
+        "cause": None if cause is None else {"id": cause.id, "name": cause.name, "action": cause.action},
+        "steps": sorted(diagnosis.evidence.statistics.steps),
+        "named": [ranked.cause.id for ranked in diagnosis.shown],
+        "causes": causes,
+        "levels": levels,
+        "tables": {
+            table.key: [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+            for table in diagnosis_tables(diagnosis, decode, splits)
+            if table.key != "causes"
+        },
+    }
+    return {key: replace_nonfinite(value) for key, value in values.items()}
+
+
+def _share_json(share: ExplainedShare | None) -> dict[str, Any] | None:
+    """Return the share of the mismatch that a cause accounts for; None if it can't be measured."""
+    return None if share is None else {name: estimate._asdict() for name, estimate in share._asdict().items()}

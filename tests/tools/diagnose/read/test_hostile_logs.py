@@ -1,0 +1,203 @@
+"""Hostile logs end in a sentence that names the file and, where there is one, the limit, within 5 s and 1 GB."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+from nemo_geomask.errors import DataError, InputLimitError
+from nemo_geomask.recipe.input_limits import InputLimits, use_limits
+from nemo_geomask.tools.diagnose.read.json_lines import parse_json, read_json_lines
+from nemo_geomask.tools.diagnose.read.record_sources import map_records
+from tests.helpers.limited_commands import limited_commands
+from tests.tools.diagnose.read.hostile_logs import (
+    HOSTILE_LOGS,
+    HOSTILE_METRICS,
+    HOSTILE_SWEEPS,
+    HOSTILE_TABLES,
+    LOG,
+    METRICS,
+    valid_line,
+    valid_lines,
+)
+
+MAX_SECONDS, MAX_BYTES = 5, 2**30
+MODULES = (
+    "nemo_geomask.tools.diagnose.report.diagnose_command",
+    "nemo_geomask.tools.diagnose.report.sweep_command",
+    "pyarrow.parquet",
+)
+
+
+@pytest.fixture(scope="module")
+def commands():
+    with limited_commands(MODULES) as server:
+        yield server
+
+
+def check_refused(outcome, *expected):
+    assert outcome.status == 2, outcome.output
+    assert "Traceback" not in outcome.output
+    for text in expected:
+        assert text in outcome.output
+    assert len(outcome.output) < 5000
+    assert outcome.cpu_seconds < MAX_SECONDS
+    assert outcome.peak_bytes < MAX_BYTES
+
+
+@pytest.mark.parametrize("name", HOSTILE_LOGS)
+def test_a_hostile_log_is_an_error(commands, tmp_path, name):
+    plant, message = HOSTILE_LOGS[name]
+    plant(tmp_path / LOG)
+    check_refused(commands.run("diagnose", tmp_path), str(tmp_path), message)
+
+
+@pytest.mark.parametrize(
+    "name", ["fifo", "1 GB line", "unclosed brackets", "10 million lists", "dangling link", "empty"]
+)
+def test_sweep_refuses_a_hostile_log_as_well(commands, tmp_path, name):
+    plant, message = HOSTILE_LOGS[name]
+    plant(tmp_path / LOG)
+    check_refused(commands.run("sweep", tmp_path), message)
+
+
+@pytest.mark.parametrize("name", HOSTILE_METRICS)
+def test_hostile_metrics_are_an_error(commands, tmp_path, name):
+    plant, message = HOSTILE_METRICS[name]
+    plant(tmp_path / METRICS)
+    check_refused(commands.run("diagnose", tmp_path), str(tmp_path), message)
+
+
+@pytest.mark.parametrize("name", HOSTILE_TABLES)
+def test_a_hostile_table_of_steps_is_an_error(commands, tmp_path, name):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns, message = HOSTILE_TABLES[name]
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "run").mkdir()
+    parquet.write_table(arrow.table(columns), tmp_path / "steps" / "run.parquet")
+    check_refused(commands.run("diagnose", tmp_path / "run"), message)
+
+
+def test_a_table_that_expands_to_gigabytes_is_an_error(commands, tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    np = pytest.importorskip("numpy")
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "run").mkdir()
+    zeros = {"step": np.zeros(5_000_000, dtype=np.int64), "gen_kl_error": np.zeros(5_000_000)}
+    for columns in (zeros, {"step": zeros["step"]}):
+        parquet.write_table(arrow.table(columns), tmp_path / "steps" / "run.parquet", compression="zstd")
+        check_refused(commands.run("diagnose", tmp_path / "run"), "over the limit metric_values")
+
+
+@pytest.mark.parametrize("name", HOSTILE_SWEEPS)
+def test_a_hostile_sweep_is_an_error(commands, tmp_path, name):
+    plant, message = HOSTILE_SWEEPS[name]
+    plant(tmp_path / "sweep.json")
+    (tmp_path / LOG).write_bytes(valid_line())
+    outcome = commands.run("diagnose", tmp_path, "--html", tmp_path / "page.html", "--sweep", tmp_path / "sweep.json")
+    check_refused(outcome, message)
+
+
+def test_a_limit_is_an_option(commands, tmp_path):
+    (tmp_path / LOG).write_bytes(valid_lines(40, x="a" * 2000))
+    assert "string_characters" not in commands.run("diagnose", tmp_path).output
+    lowered = commands.run("diagnose", tmp_path, "--cache", tmp_path / "cache", "--limit", "string_characters=1000")
+    check_refused(lowered, f"{tmp_path / LOG}:1", "over the limit string_characters")
+    assert commands.run("sweep", tmp_path, "--limit", "lines=3").status == 2
+
+
+def test_the_processes_that_read_the_logs_have_the_same_limits(tmp_path):
+    for step in (1, 2):
+        (tmp_path / f"train_data_step{step}.jsonl").write_bytes(valid_lines(2, x="a" * 20))
+    paths = sorted(tmp_path.iterdir())
+    assert len(list(map_records(Path.exists, paths, tmp_path / "cache", processes=2))) == 2
+    with use_limits(InputLimits(string_characters=10)), pytest.raises(InputLimitError, match="string_characters"):
+        list(map_records(Path.exists, paths, tmp_path / "other cache", processes=2))
+
+
+def test_a_planted_file_in_the_cache_is_not_read(commands, tmp_path):
+    """A FIFO under the name of the converted record keeps nobody waiting."""
+    (tmp_path / LOG).write_bytes(valid_lines(40))
+    (tmp_path / "geomask-records").mkdir()
+    os.mkfifo(tmp_path / "geomask-records" / "step-0000001-nemo_rl.parquet")
+    outcome = commands.run("diagnose", tmp_path)
+    assert "Traceback" not in outcome.output
+    assert outcome.status in (0, 2)
+
+
+@pytest.mark.parametrize("text", [b'{"a": [1, "%s"]}', b'["%s", 2]', b'"%s"', b'{"%s": 1}', b'{"a": {"b": ["%s"]}}'])
+def test_long_strings_are_found_wherever_they_are(text):
+    limits = InputLimits(string_characters=10)
+    parse_json(text % b"short", "x", limits)
+    if text != b'{"a": [1, "%s"]}':  # a list that begins with a number is one of tokens
+        with pytest.raises(InputLimitError, match="string_characters"):
+            parse_json(text % b"a string of more", "x", limits)
+
+
+def test_nesting_is_counted_only_along_one_path():
+    limits = InputLimits(nesting=3)
+    assert parse_json(b"[[1], [2], [3], [4]]", "x", limits) == [[1], [2], [3], [4]]
+    assert parse_json(b'{"a": [[1]]}', "x", limits) == {"a": [[1]]}
+    with pytest.raises(InputLimitError, match="nesting"):
+        parse_json(b'{"a": [[[1]]]}', "x", limits)
+
+
+def test_only_an_incomplete_last_line_is_left_out(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": NaN}\n{"a":')
+    (first, second) = read_json_lines(path)
+    assert (first, second[0]) == ((1, {"a": 1}), 2)
+    path.write_bytes(b'{"a": 1}\n{"a":\n{"a": 2}\n')
+    with pytest.raises(DataError, match=":2: not JSON"):
+        list(read_json_lines(path))
+    path.write_bytes(b'{"a": 1}')
+    assert list(read_json_lines(path)) == [(1, {"a": 1})]
+
+
+WITHOUT = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {package!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Block())
+from nemo_geomask.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [
+        ("diagnose", "numpy"),
+        ("diagnose", "pyarrow"),
+        ("diagnose", "scipy"),
+        ("diagnose --html page.html", "plotly"),
+        ("diagnose --html page.html", "jinja2"),
+        ("sweep", "torch"),
+        ("sweep", "numpy"),
+        ("sweep", "pyarrow"),
+    ],
+)
+def test_a_missing_package_is_a_sentence_with_status_2(tmp_path, command, package):
+    lines = valid_lines(40, prev_logprobs=[[0.0, 0.0, -0.52, -0.69]])
+    (tmp_path / LOG).write_bytes(lines)
+    for step in range(2, 9):
+        (tmp_path / f"train_data_step{step}.jsonl").write_bytes(lines)
+    name, *options = command.split()
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(package=package), name, str(tmp_path), *options],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert "Traceback" not in result.stderr
+    assert result.returncode == 2, result.stderr
+    assert f"{package}" in result.stderr
+    assert 'pip install "nemo-geomask' in result.stderr

@@ -1,0 +1,369 @@
+"""The page is one self-contained file, and nothing from a run is interpreted by the browser as markup."""
+
+import base64
+import hashlib
+import itertools
+import json
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("plotly", reason="the page embeds plotly (diagnose extra)")
+pytest.importorskip("jinja2", reason="the page is a template (diagnose extra)")
+
+from nemo_geomask.cli import main
+from nemo_geomask.errors import DataError, MissingDependencyError
+from nemo_geomask.tools.diagnose.explain.verdict import diagnose
+from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
+from nemo_geomask.tools.diagnose.measure.run_survey import survey_run
+from nemo_geomask.tools.diagnose.measure.step_survey import survey_block
+from nemo_geomask.tools.diagnose.planted_logs import RunShape, write_step
+from nemo_geomask.tools.diagnose.read.record_reader import RecordBlock
+from nemo_geomask.tools.diagnose.read.record_sources import find_runs
+from nemo_geomask.tools.diagnose.report import html_report
+from nemo_geomask.tools.diagnose.report.excerpts import worst_excerpts
+from nemo_geomask.tools.diagnose.report.figure_data import MAX_POINTS, diagnosis_figures
+from nemo_geomask.tools.diagnose.report.figure_rendering import plotly_figure, write_pngs
+from nemo_geomask.tools.diagnose.report.html_report import ReportedRun, short_names, write_page
+from nemo_geomask.tools.diagnose.report.page_tables import merge_tables
+from nemo_geomask.tools.diagnose.report.report_tables import Table, diagnosis_tables
+from nemo_geomask.tools.shared.palette import CONTRASTING_COLOURS
+from tests.evidence.diagnose.planted_causes import planted_run, planted_step
+from tests.helpers.logs import log_rows, write_log
+
+SHAPE = RunShape(steps=6, prompts=6, samples=4)
+HOSTILE = "</script><img src=x onerror=alert(1)>'\"&{{7*7}}"
+
+
+class Page(HTMLParser):
+    """Tags, attributes, scripts and text that a browser would read."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.scripts, self.attributes, self.text, self.level = [], [], [], "", None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, *attribute) for attribute in attrs]
+        if tag == "script":
+            self.scripts.append("")
+        self.level = tag
+
+    def handle_data(self, data):
+        if self.level == "script":
+            self.scripts[-1] += data
+        elif self.level != "style":
+            self.text += data
+
+    def handle_endtag(self, tag):
+        self.level = None
+
+
+def run_with_masks(label="veto"):
+    statistics = RunStatistics()
+    for step in range(1, 7):
+        block = planted_step(3, step, "tool_calls" if step > 3 else None, 20.0, shape=SHAPE)
+        removed = np.random.default_rng(step).random(len(block.tokens["mask"])) < 0.1
+        statistics.add(survey_block(RecordBlock(block.sequences, block.tokens, block.offsets, {label: removed})))
+    return diagnose(statistics)
+
+
+@pytest.fixture(scope="module")
+def diagnoses():
+    return [run_with_masks(HOSTILE), diagnose(planted_run(1, shape=SHAPE))]
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """Write the logs of a run into a folder whose name is markup, and return the folder."""
+    folder = tmp_path_factory.mktemp("logs") / "<img src=x onerror=alert(1)>"
+    folder.mkdir()
+    for step in (1, 2, 3):
+        write_log(folder, step, list(log_rows(planted_step(0, step, "shifted", 0.5, shape=SHAPE))))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(diagnoses, logged, tmp_path_factory):
+    (run,) = find_runs([logged])
+    parts = worst_excerpts(run, diagnose(survey_run(run)), lambda ids: HOSTILE)
+    runs = [ReportedRun(HOSTILE, HOSTILE, diagnoses[0], parts), ReportedRun("other", "/other", diagnoses[1])]
+    path = tmp_path_factory.mktemp("page") / "new" / "report.html"
+    write_page(path, runs, fallbacks={HOSTILE: ("unknown", HOSTILE)}, decode=lambda ids: HOSTILE)
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def test_text_of_a_run_is_escaped(page):
+    assert not {"img", "iframe", "object", "link", "base", "form"} & set(page.tags)
+    assert not any(name.startswith("on") for _, name, _ in page.attributes)
+    assert page.text.count(HOSTILE) > 5
+    figures = json.loads(page.scripts[0])
+    for figure in figures.values():
+        for view in figure["views"].values():
+            for trace in view["data"]:
+                assert "<" not in trace.get("name", "")
+    assert any("&lt;/script&gt;" in text for text in json.dumps(figures).split('"'))
+
+
+def test_names_of_environments_are_escaped(tmp_path):
+    statistics = RunStatistics()
+    for step in range(1, 4):
+        block = planted_step(3, step, None, 0.0, shape=SHAPE)
+        names = np.array([HOSTILE, "\u202ereversed\n"], dtype=object)[block.sequences["group"] % 2]
+        statistics.add(survey_block(replace(block, sequences={**block.sequences, "environment": names})))
+    path = tmp_path / "report.html"
+    write_page(path, [ReportedRun("run", "/run", diagnose(statistics))])
+    page = Page(path.read_text(encoding="utf-8"))
+    assert "By environment" in page.text
+    assert HOSTILE in page.text
+    assert "\\u202ereversed\\n" in page.text
+    assert "\u202e" not in page.text
+    assert "img" not in page.tags
+
+
+def test_the_page_needs_no_other_file_and_allows_no_other_script(page):
+    assert page.tags.count("script") == 3
+    assert page.text.count("plotly.js v") == 0
+    assert sum(script.count("plotly.js v") for script in page.scripts) == 1
+    assert [value for _, name, value in page.attributes if name in ("src", "srcset", "action", "data")] == []
+    assert all(value.startswith("#") for tag, name, value in page.attributes if name == "href")
+    (policy,) = [value for tag, name, value in page.attributes if tag == "meta" and "default-src" in (value or "")]
+    for script in page.scripts[1:]:
+        assert f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in policy
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe-inline" not in policy.partition("style-src")[0]
+
+
+def test_every_plot_has_its_numbers_and_every_table_a_caption(page):
+    figures = json.loads(page.scripts[0])
+    placed = [value for _, name, value in page.attributes if name == "data-figure"]
+    assert placed == list(figures)
+    assert page.tags.count("table") == page.tags.count("caption")
+    headings = [int(tag[1]) for tag in page.tags if tag in ("h1", "h2", "h3", "h4")]
+    assert headings[0] == 1
+    assert headings.count(1) == 1
+    assert all(after - before <= 1 for before, after in itertools.pairwise(headings))
+
+
+def test_every_value_names_its_column_and_run_where_columns_have_no_room(page):
+    """Below that width, each row of a table with many columns is a list of its cells."""
+    labels = {value for _, name, value in page.attributes if name == "data-column"}
+    assert {"before 4 (A)", "from 4 (A)", "all steps (B)", "definition"} <= labels
+    assert ("table", "class", "many") in page.attributes
+    style = (Path(html_report.__file__).parent / "page" / "page.css").read_text(encoding="utf-8")
+    narrow = style[style.index("@container") :]
+    assert ".many td::before { content: attr(data-column)" in narrow
+    assert "container-type: inline-size" in style
+
+
+def test_the_legend_is_beside_the_toolbar():
+    script = (Path(html_report.__file__).parent / "page" / "page.js").read_text(encoding="utf-8")
+    assert 'modebar: { orientation: "v"' in script
+    assert re.search(r"margin: \{ l: \d+, r: ([3-9]\d|\d{3}),", script)
+    assert 'legend: { orientation: "h", x: 0,' in script
+
+
+def test_every_column_has_a_definition(diagnoses):
+    """Columns that only identify a row, such as step or group, need none."""
+    which = {"", "step", "row", "group", "token", "tokens", "since step", "ids up to it", "definition", "threshold"}
+    which |= {"measured", "which is", "before", "after", "as a", "standard errors", "gen", "prev", "|Δ|", "k1"}
+    which |= {"95 %", "drifting | broken", "all steps", "before 4", "from 4"}
+    for table in diagnosis_tables(diagnoses[0]):
+        assert set(table.columns) <= which | set(table.definitions), table.key
+
+
+def test_a_curve_of_a_long_run_is_pooled():
+    statistics = RunStatistics()
+    shape = RunShape(prompts=2, samples=2, length=30)
+    part = survey_block(planted_step(0, 1, None, 0.0, shape=shape)).steps[1]
+    statistics.steps = dict.fromkeys(range(1, 10 * MAX_POINTS + 8), part)
+    statistics.windows = survey_block(planted_step(0, 1, None, 0.0, shape=shape)).windows
+    diagnosis = diagnose(statistics)
+    for figure in diagnosis_figures([diagnosis]):
+        assert all(len(curve.x) <= MAX_POINTS for curves in figure.views.values() for curve in curves), figure.key
+    (k3,) = [figure.first_view[0] for figure in diagnosis_figures([diagnosis]) if figure.key.endswith("mismatch_k3")]
+    assert k3.y == pytest.approx([part.mean("k3")] * len(k3.y), rel=1e-12)
+
+
+def test_plots_hold_the_numbers_of_the_records(diagnoses):
+    figures = {figure.key: figure for figure in diagnosis_figures(diagnoses)}
+    curve = figures["step geomask/mismatch_k3"].first_view[1]
+    steps = diagnoses[1].evidence.statistics.steps
+    assert curve.y == pytest.approx([steps[step].mean("k3") for step in sorted(steps)], rel=1e-12)
+    assert all(low <= y <= high for low, y, high in zip(curve.low, curve.y, curve.high, strict=True))
+    before, after = figures["by turn"].views["|Δ|"][:2]
+    assert (before.run, after.run, before.name, after.name) == (0, 0, "before 4", "from 4")
+    table = {row[0]: row for row in next(one for one in diagnosis_tables(diagnoses[0]) if one.key == "turn").rows}
+    assert after.y == pytest.approx([table[part][2] for part in figures["by turn"].x_labels], rel=1e-12)
+    removed = figures["masks removed, of |Δ|"].first_view
+    assert [curve.name for curve in removed] == [HOSTILE]
+    share = diagnoses[0].evidence.statistics.steps[1].removed_share(HOSTILE, "capped_abs")
+    assert removed[0].y[0] == pytest.approx(share)
+    for figure in figures.values():
+        json.dumps(plotly_figure(figure, ["a", "b"]), allow_nan=False)
+
+
+def test_tables_of_several_runs_are_merged():
+    one = Table("numbers", "Numbers", ("", "all steps", "definition"), [("k1", 1.0, "mean"), ("k3", 2.0, "mean")])
+    two = Table("numbers", "Numbers", ("", "before 4", "from 4", "definition"), [("k3", 3.0, 4.0, "mean")])
+    (both,) = merge_tables([(0, one), (2, two)])
+    assert [(column.title, column.runs) for column in both.columns] == [
+        ("", []),
+        ("all steps", [0]),
+        ("before 4", [2]),
+        ("from 4", [2]),
+        ("definition", []),
+    ]
+    assert [[text for text, _ in row] for row in both.rows] == [
+        ["k1", "1", "", "", "mean"],
+        ["k3", "2", "3", "4", "mean"],
+    ]
+    # A column whose rows differ between the runs is not shared.
+    ages = [Table("staleness", "By staleness", ("", "|Δ|"), [(name, 0.5)]) for name in ("0", "1")]
+    (both,) = merge_tables(list(enumerate(ages)))
+    assert [[text for text, _ in row] for row in both.rows] == [["0", "0.5", ""], ["1", "", "0.5"]]
+    steps = Table("steps", "Steps", ("step",), [(1,)])
+    assert [table.run for table in merge_tables([(0, steps), (1, steps)])] == [0, 1]
+
+
+def test_an_excerpt_shows_the_worst_token_and_what_is_around_it(logged):
+    (run,) = find_runs([logged])
+    statistics = survey_run(run)
+    diagnosis = worst_excerpts(run, diagnose(statistics), lambda ids: "\u202e\n" if ids[0] % 2 else "a\x1b")
+    assert len(diagnosis) == len(statistics.worst_sequences)
+    _, step, row, *_ = statistics.worst_sequences[0]
+    assert diagnosis[0].title == f"step {step}, row {row}"
+    length = int(planted_step(0, step, None, 0.0, shape=SHAPE).sequences["length"][row])
+    assert len(diagnosis[0].tokens) + sum(diagnosis[0].omitted) == length
+    assert {text for text, _, _ in diagnosis[0].tokens} <= {"\\u202e\n", "a\\x1b"}
+    grades = {grade for _, grade, _ in diagnosis[0].tokens}
+    assert "d4" in grades
+    assert grades <= {"", "d0", "d1", "d2", "d3", "d4"}
+    assert "id " in diagnosis[0].tokens[0][2]
+
+
+def test_an_excerpt_falls_back_to_the_current_policys_log_probs(tmp_path):
+    block = planted_step(0, 1, "shifted", 0.5, shape=SHAPE)
+    others = {name: value for name, value in block.tokens.items() if name != "prev"}
+    write_step(tmp_path, replace(block, tokens={**others, "curr": block.tokens["prev"]}))
+    (run,) = find_runs([tmp_path])
+    diagnosis = worst_excerpts(run, diagnose(survey_run(run)))
+    assert {grade for _, grade, _ in diagnosis[0].tokens} >= {"d0", "d4"}
+    assert any(", curr -" in known for _, _, known in diagnosis[0].tokens)
+
+
+def test_a_run_is_named_by_what_differs_in_its_path(tmp_path):
+    folders = [tmp_path / "a" / "records", tmp_path / "b" / "records"]
+    assert short_names(folders) == ["a", "b"]
+    assert short_names([tmp_path / "a" / "x", tmp_path / "a" / "y"]) == ["x", "y"]
+    assert short_names([tmp_path / "a"]) == ["a"]
+    assert short_names([tmp_path / "a", tmp_path / "a" / "b"]) == ["a", "b"]
+
+
+def test_pngs_are_drawn_for_any_name(diagnoses, tmp_path):
+    pytest.importorskip("matplotlib", reason="PNGs are drawn by matplotlib (demo extra)")
+    figures = [figure for figure in diagnosis_figures(diagnoses) if figure.key in ("step |Δ| > 0.1", "by turn")]
+    written = write_pngs(figures, ["_a $x^{", HOSTILE], tmp_path / "png")
+    assert sorted(path.name for path in written) == ["by-turn.png", "step-abs-delta-above-0.1.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"--png: .* can't be written to"):
+        write_pngs(figures, ["a", "b"], tmp_path / "file")
+
+
+def test_the_command_writes_report_and_sweep(logged, tmp_path, capsys):
+    swept = tmp_path / "sweep.json"
+    assert main(["sweep", str(logged), "--steps", "1", "--json"]) == 1  # too few sequences for a recommendation
+    swept.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert set(json.loads(swept.read_text())["definitions"]) == {"removed", "bias", "variance", "ess", "advantage"}
+    report = tmp_path / "report.html"
+    arguments = ["diagnose", str(logged), "--brief", "--html", str(report)]
+    assert main([*arguments, "--sweep", str(swept)]) == 3
+    out, err = capsys.readouterr()
+    assert err == f"report: {report}\n"
+    assert "broken" in out
+    page = Page(report.read_text(encoding="utf-8"))
+    assert "Recommended: none (only " in page.text
+    assert "loss_fn:" not in page.text
+    assert "img" not in page.tags
+    recommended = {"recommended": "nothing", "loss_fn": "loss_fn: {}"}
+    swept.write_text(json.dumps({**json.loads(swept.read_text()), **recommended}))
+    assert main([*arguments, "--sweep", str(swept)]) == 3
+    capsys.readouterr()
+    page = Page(report.read_text(encoding="utf-8"))
+    assert "Recommended: nothing" in page.text
+    assert "loss_fn: {}" in page.text
+    assert not list(tmp_path.glob("*.part"))
+    swept.write_text(json.dumps({**json.loads(swept.read_text()), "run": "/another"}))
+    assert main([*arguments, "--sweep", str(swept)]) == 2
+    assert "the sweep is of /another, which is none of the report's runs" in capsys.readouterr().err
+    swept.write_text("{}")
+    assert main([*arguments, "--sweep", str(swept)]) == 2
+    assert "--sweep" in capsys.readouterr().err
+    assert main(["diagnose", str(logged), "--sweep", str(swept)]) == 2
+    assert "--html" in capsys.readouterr().err
+    assert main(["diagnose", str(logged), "--brief", "--html", str(tmp_path / "sweep.json" / "x.html")]) == 2
+    assert "can't be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("log_probs", ["the same", "none"])
+def test_a_run_without_a_mismatch_has_a_page(log_probs, tmp_path):
+    pytest.importorskip("matplotlib", reason="PNGs are drawn by matplotlib (demo extra)")
+    statistics = RunStatistics()
+    for step in (1, 2, 3, 4):
+        block = planted_step(0, step, None, 0.0, shape=RunShape(prompts=4, samples=4, length=40))
+        block.tokens["prev"][:] = block.tokens["gen"] if log_probs == "the same" else 0.0
+        statistics.add(survey_block(block))
+    diagnosis = diagnose(statistics)
+    write_page(tmp_path / "x.html", [ReportedRun("a", "a", diagnosis)])
+    text = Page((tmp_path / "x.html").read_text(encoding="utf-8")).text
+    assert ("not judged" in text) == (log_probs == "none")
+    write_pngs(diagnosis_figures([diagnosis])[:3], ["a"], tmp_path)
+
+
+def test_a_missing_package_names_the_extra(diagnoses, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
+    with pytest.raises(MissingDependencyError, match=r"nemo-geomask\[diagnose\]"):
+        write_page(tmp_path / "x.html", [ReportedRun("a", "a", diagnoses[0])])
+
+
+def test_records_below_the_logs_are_the_same_run(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow.parquet")
+    run, records = tmp_path / "run", tmp_path / "run" / "records"
+    records.mkdir(parents=True)
+    for step in (1, 2, 3):
+        write_log(run, step, [])
+    (records / "step-0000002-driver.parquet").touch()
+    (joined,) = find_runs([tmp_path])
+    assert (joined.directory, joined.steps, sorted(joined.records), sorted(joined.logs)) == (
+        run,
+        [1, 2, 3],
+        [2],
+        [1, 3],
+    )
+    assert pyarrow
+
+
+def test_the_page_is_in_the_wheel():
+    project = (Path(__file__).parents[4] / "pyproject.toml").read_text(encoding="utf-8")
+    assert '"tools/diagnose/report/page/*"' in project
+
+
+def test_colours_have_enough_contrast_on_both_pages():
+    def luminance(colour):
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    for colour in CONTRASTING_COLOURS:
+        for page in ("#ffffff", "#15181c"):
+            dark, light = sorted((luminance(colour), luminance(page)))
+            assert (light + 0.05) / (dark + 0.05) >= 3, (colour, page)
+    assert not math.isnan(luminance(CONTRASTING_COLOURS[0]))

@@ -1,0 +1,163 @@
+"""The sweep command prints tables, a recommended block, or JSON."""
+
+import json
+import math
+
+import pytest
+import yaml
+
+pytest.importorskip("pyarrow")
+
+from nemo_geomask import build_loss
+from nemo_geomask.cli import main
+from nemo_geomask.tools.diagnose.planted_logs import RunShape
+from nemo_geomask.tools.diagnose.report import correction_sweep
+from nemo_geomask.tools.diagnose.report.correction_sweep import replay
+from nemo_geomask.tools.diagnose.report.sweep_section import build_sweep_section
+from tests.evidence.diagnose.planted_causes import planted_step
+from tests.helpers.logs import log_rows, write_log
+
+SHAPE = RunShape(prompts=6, samples=8, length=30)
+"""Enough sequences for a recommendation; those of a group with equal rewards have an advantage of 0."""
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    for step in (1, 2, 3):
+        planted = planted_step(0, step, "precision", 15.0, shape=SHAPE)
+        write_log(directory, step, list(log_rows(planted)))
+    return directory
+
+
+def test_tables_and_a_recommendation(logs, capsys):
+    assert main(["sweep", str(logs), "--steps", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "Steps 1, 3; *" in out
+    assert "→  weight token" in out
+    assert "Share removed, of tokens that are" in out
+    block = yaml.safe_load(out[out.index("loss_fn:") :])
+    assert build_loss(block["loss_fn"]).config.use_importance_sampling_correction
+
+
+def test_the_table_says_over_which_tokens_its_shares_are(tmp_path, capsys):
+    planted = planted_step(0, 1, "precision", 15.0, shape=SHAPE)
+    trained = int(planted.tokens["mask"].sum())
+    everything, some = tmp_path / "everything", tmp_path / "some"
+    for directory in (everything, some):
+        directory.mkdir()
+    planted.tokens["advantages"][planted.tokens["mask"]] = 0.5
+    write_log(everything, 1, list(log_rows(planted)))
+    assert main(["sweep", str(everything)]) == 0
+    out = capsys.readouterr().out
+    assert f"; over {trained:,} trained tokens\n" in out
+    assert "of all" not in out
+    first = slice(planted.offsets[0], planted.offsets[1])
+    planted.tokens["advantages"][first] = 0
+    left_out = int(planted.tokens["mask"][first].sum())
+    write_log(some, 1, list(log_rows(planted)))
+    assert main(["sweep", str(some)]) == 0
+    out = capsys.readouterr().out
+    assert f"over {trained - left_out:,} of {trained:,} trained tokens, without those whose advantage is 0" in out
+    assert "removed, of all  ess, of all  advantage, of all" in out
+    assert main(["sweep", str(some), "--json"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert output["tokens"] == {"with_gradient": trained - left_out, "trained": trained}
+    assert set(output["candidates"][0]["of_all_trained_tokens"]) == {"removed", "ess", "advantage"}
+
+
+def test_the_recipe_is_one_of_the_candidates(logs, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("loss_fn: {name: clipped_pg, masks: [{preset: icepop, min: 0.8, max: 1.25}]}\n")
+    assert main(["sweep", str(logs), "--last", "--steps", "1", "--recipe", str(recipe), "--json"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert output["steps"] == [3]
+    assert [one["name"] for one in output["candidates"][:2]] == ["nothing", "the recipe's own"]
+    own = output["candidates"][1]
+    assert own["removed"]["value"] == own["removed_of"]["all"] > 0
+    assert yaml.safe_load(output["loss_fn"])["loss_fn"]["name"] == "clipped_pg"
+
+
+def test_candidates_that_contradict_the_recipe_are_listed(logs, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("loss_fn: {name: clipped_pg, ratio_anchor: gen, audit_fraction: 0.1, record: {dir: x}}\n")
+    arguments = ["sweep", str(logs), "--steps", "1", "--recipe", str(recipe)]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "incompatible with this loss_fn: weight token, " in out
+    assert yaml.safe_load(out[out.index("loss_fn:\n") :])["loss_fn"]["record"] == {"dir": "x"}
+    assert main([*arguments, "--json"]) == 0
+    assert "is_correction_level" in json.loads(capsys.readouterr().out)["does_not_fit"]["weight token"]
+
+
+@pytest.mark.parametrize("folder", ["/runs/lr=1e-6,kl=0.001/records", "null", "007"])
+def test_the_block_keeps_the_recipes_strings(logs, tmp_path, capsys, folder):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"loss_fn: {{name: clipped_pg, record: {{dir: '{folder}'}}}}\n")
+    assert main(["sweep", str(logs), "--steps", "1", "--recipe", str(recipe), "--recommend"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["loss_fn"]["record"] == {"dir": folder}
+
+
+def test_json_is_json(logs, capsys, monkeypatch):
+    """A metric may be NaN, if it is of no token, or infinite."""
+
+    def outcomes(*arguments, **options):
+        outcome = replay(*arguments, **options)
+        outcome[0].metrics[1]["x"] = math.inf
+        return outcome
+
+    monkeypatch.setattr(correction_sweep, "replay", outcomes)
+    assert main(["sweep", str(logs), "--steps", "1", "--json"]) == 0
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    output = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert output["candidates"][0]["metrics"]["1"]["x"] is None
+
+
+FEW = RunShape(prompts=3, samples=3, length=30)
+
+
+def test_too_few_sequences_give_no_recommendation(tmp_path, capsys):
+    write_log(tmp_path, 1, list(log_rows(planted_step(0, 1, "precision", 15.0, shape=FEW))))
+    assert main(["sweep", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert "Share removed, of tokens that are" in out
+    assert "loss_fn" not in out
+    assert "no recommendation: only 6 sequences have a token with a gradient" in err
+    assert main(["sweep", str(tmp_path), "--recommend"]) == 1
+    assert not capsys.readouterr().out
+    assert main(["sweep", str(tmp_path), "--json"]) == 1
+    output = json.loads(capsys.readouterr().out)
+    assert (output["recommended"], output["loss_fn"]) == (None, None)
+    section = build_sweep_section(0, output, [str(tmp_path)])
+    assert section.recommended.startswith("none (only 6 sequences")
+    assert not section.block
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"advantages": [[0.0] * 1000]}, "trained tokens of the replayed steps have an advantage of 0"),
+        ({"token_loss_mask": [[0.0] * 1000]}, "no token of the replayed steps is trained"),
+        ({"sample_loss_mask": [0.0]}, "no token of the replayed steps is trained"),
+        ({"generation_logprobs": [[math.nan] * 1000]}, "no token of the replayed steps is trained"),
+    ],
+)
+def test_steps_without_a_gradient_are_an_error(tmp_path, capsys, change, message):
+    rows = list(log_rows(planted_step(0, 1, "precision", 15.0, shape=SHAPE)))
+    write_log(tmp_path, 1, [row | change for row in rows])
+    assert main(["sweep", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert message in err
+
+
+def test_several_runs_are_an_error(logs, tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train_data_step1.jsonl").write_bytes((logs / "train_data_step1.jsonl").read_bytes())
+    assert main(["sweep", str(tmp_path)]) == 2
+    assert "several runs" in capsys.readouterr().err
+    assert main(["sweep", str(tmp_path / "a"), "--steps", "0"]) == 2
