@@ -10,9 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import pickletools
-import re
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,17 +18,11 @@ import torch
 
 from nemo_geomask.errors import ConfigError, InputLimitError
 from nemo_geomask.recipe.input_limits import open_regular_file
-from nemo_geomask.tools.lab.lab_recipe import LabRecipe
-from nemo_geomask.tools.lab.progression_task import load_task
 from nemo_geomask.tools.lab.run_store import Run
-
-__all__ = ["Checkpoint", "find_checkpoint", "remove_checkpoints", "write_checkpoint"]
+from nemo_geomask.tools.shared.atomic_write import write_atomically
 
 _FORMAT = b"nemo-geomask lab checkpoint, format 1\n"
 _HASH_BYTES = hashlib.sha256().digest_size
-_NAMING_OPCODES = ("GLOBAL", "INST", "STACK_GLOBAL")
-_TENSOR_NAME = re.compile(r"torch \w+Storage|torch\._utils _rebuild_tensor_v2|collections OrderedDict")
-_SPARE_BYTES = 2**24  # names of tensors, states of generators, and what else does not grow with the policy
 
 
 class Checkpoint(NamedTuple):
@@ -54,16 +45,14 @@ def write_checkpoint(run: Run, step: int, state: Mapping[str, Any]) -> None:
     torch.save({"run": run.name, "step": step, "state": dict(state)}, buffer)
     payload = buffer.getvalue()
     path, previous = run.state_file, run.previous_state_file
-    part = path.with_suffix(".part")
-    part.write_bytes(_FORMAT + hashlib.sha256(payload).digest() + payload)
     if path.exists():
         os.replace(path, previous)
-    os.replace(part, path)
+    write_atomically(path, _FORMAT + hashlib.sha256(payload).digest() + payload)
 
 
 def remove_checkpoints(run: Run) -> None:
-    """Remove all checkpoints of a run."""
-    for path in (run.state_file, run.previous_state_file, run.state_file.with_suffix(".part")):
+    """Remove all checkpoints of a run, and what a killed process left of one."""
+    for path in (run.state_file, run.previous_state_file, *run.folder.glob(".state.pt.*.part")):
         path.unlink(missing_ok=True)
 
 
@@ -105,11 +94,10 @@ class _DamagedCheckpointError(Exception):
 
 
 def _read(path: Path, run: Run) -> Checkpoint:
-    limit = _max_bytes(run.recipe)
     try:
         with open_regular_file(path) as file:
-            header, size = file.read(len(_FORMAT) + _HASH_BYTES), os.fstat(file.fileno()).st_size
-            payload = b"" if size > limit else file.read(limit)
+            header = file.read(len(_FORMAT) + _HASH_BYTES)
+            payload = file.read() if header.startswith(_FORMAT) else b""
     except (IsADirectoryError, InputLimitError):
         raise _DamagedCheckpointError("is not a file") from None
     except OSError as error:
@@ -118,16 +106,9 @@ def _read(path: Path, run: Run) -> Checkpoint:
         raise _DamagedCheckpointError("is empty")
     if not header.startswith(_FORMAT):
         raise _DamagedCheckpointError("is damaged, or another version of the lab wrote it")
-    if size > limit:
-        raise _DamagedCheckpointError(f"is larger than a checkpoint of this policy can be ({limit:,} bytes)")
-    digest = header[len(_FORMAT) :]
-    if hashlib.sha256(payload).digest() != digest:
+    if hashlib.sha256(payload).digest() != header[len(_FORMAT) :]:
         raise _DamagedCheckpointError("does not match its hash: it was truncated or changed")
     try:
-        with zipfile.ZipFile(io.BytesIO(payload)) as archive:
-            if sum(member.file_size for member in archive.infolist()) > len(payload):  # torch does not compress
-                raise ValueError("it is compressed")
-            _check_globals(archive)
         data = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
         run_name, step, state = data["run"], int(data["step"]), dict(data["state"])
     except Exception as error:  # torch raises errors of many types for files that are not its own
@@ -135,25 +116,3 @@ def _read(path: Path, run: Run) -> Checkpoint:
     if run_name != run.name:
         raise _DamagedCheckpointError("belongs to another run")
     return Checkpoint(path, step, state)
-
-
-def _check_globals(archive: zipfile.ZipFile) -> None:
-    """Raise ValueError if a pickle names more than tensors, such as a function that takes memory."""
-    for name in archive.namelist():
-        if not name.endswith("data.pkl"):
-            continue
-        for opcode, argument, _ in pickletools.genops(archive.read(name)):
-            if opcode.name in _NAMING_OPCODES and not _TENSOR_NAME.fullmatch(str(argument)):
-                raise ValueError(f"it names {str(argument)[:100]!r}")
-
-
-def _max_bytes(recipe: LabRecipe) -> int:
-    """Return a size that no checkpoint of a recipe reaches: that of its float32 tensors, and a quarter more."""
-    model = recipe.policy.model
-    attention = 4 * model.hidden_size + model.num_experts  # a row of the four projections and of the router
-    experts = 3 * model.num_experts * model.moe_intermediate_size
-    weights = model.hidden_size * (
-        model.num_hidden_layers * (attention + experts) + 2 * load_task(recipe.env).vocab_size
-    )
-    copies = 3 + recipe.grpo.async_grpo.lag  # the policy, AdamW's two moments, and earlier policies
-    return 5 * weights * copies + _SPARE_BYTES

@@ -8,10 +8,12 @@ of its settings, so several invocations can share a folder: finished runs in it 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,17 +22,18 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_geomask.errors import ConfigError, InputLimitError
-from nemo_geomask.recipe.input_limits import InputLimits, check_values
-from nemo_geomask.tools.lab.curve_files import read_columns, write_columns
+from nemo_geomask.optional import require
+from nemo_geomask.recipe.input_limits import InputLimits, check_values, open_regular_file
 from nemo_geomask.tools.lab.lab_recipe import SEEDS, LabRecipe
+from nemo_geomask.tools.shared.atomic_write import write_atomically
 from nemo_geomask.tools.shared.flat_settings import differing_keys, flatten_settings
-
-__all__ = ["COMPUTE_KEYS", "Run", "RunCurves", "read_curves", "write_steps"]
 
 _METADATA_KEY = b"nemo_geomask.tools.lab"
 _STEPS = "steps"
-_MAX_LABEL = 1_000
 _FACT_LIMITS = InputLimits(string_characters=10_000)
+# The largest file of the evidence has 434,160 values in 4 MB, 2.5 MB of which is its footer with the facts.
+_MAX_FILE_BYTES = 2**27
+_MAX_VALUES = 4_000_000
 COMPUTE_KEYS = {"tp", "cp", "dp", "num_threads", "device", "rollouts_every", "compare", "vary", "presets"}
 """Keys of ``lab:`` that do not define a run: they determine how runs are computed, planned and stored."""
 
@@ -98,7 +101,7 @@ class _RunFacts(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    label: str = Field(min_length=1, max_length=_MAX_LABEL)
+    label: str = Field(min_length=1, max_length=1_000)
     variant: str
     position: int = Field(0, ge=0, lt=2**31)
     seed: int = Field(ge=0, lt=SEEDS)
@@ -107,8 +110,8 @@ class _RunFacts(BaseModel):
     loss_fn: dict[str, Any] = {}
     corrected: bool
     chance: float = Field(ge=0, le=1)
-    sampler: str = Field(max_length=_MAX_LABEL)
-    precision: str = Field(max_length=_MAX_LABEL)
+    sampler: str = Field(max_length=1_000)
+    precision: str = Field(max_length=1_000)
     ranks: dict[str, Any] = {}
     versions: dict[str, str] = {}
     error: str = ""
@@ -289,3 +292,69 @@ def _distinguish_labels(curves: Sequence[RunCurves]) -> list[RunCurves]:
         relabelled.append(RunCurves({**curve.facts, "label": label}, curve.columns))
     order = list(dict.fromkeys(curve.label for curve in relabelled))
     return sorted(relabelled, key=lambda curve: (order.index(curve.label), curve.seed))
+
+
+def write_columns(
+    path: Path, columns: Mapping[str, Sequence[Any]], types: Mapping[str, str], key: bytes, facts: Any
+) -> None:
+    """Write a Parquet file of metrics, atomically.
+
+    Args:
+        path: the file; its folder is created if it does not exist.
+        columns: values by column name; None where a step has none.
+        types: Arrow type of each column, such as ``int32``.
+        key: key of the facts in the file's metadata.
+        facts: what ``json`` can write; other objects are written as text.
+    """
+    arrow, parquet = require("pyarrow", "the lab needs", "demo"), require("pyarrow.parquet", "the lab needs", "demo")
+    table = arrow.table(
+        {name: arrow.array(values, arrow.type_for_alias(types[name])) for name, values in columns.items()}
+    )
+    content = io.BytesIO()
+    table = table.replace_schema_metadata({key: json.dumps(facts, default=str)})
+    parquet.write_table(table, content, compression="zstd")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, content.getvalue())
+
+
+def read_columns(
+    path: Path, key: bytes, *, texts: Collection[str] = (), ignored: Collection[str] = ()
+) -> tuple[Any, dict[str, list[Any]]]:
+    """Return the facts and the columns of a file, as numbers with NaN where a step has no value.
+
+    Args:
+        path: the file; its size, and what it claims to hold, are checked before it is decoded.
+        key: key of the facts in the file's metadata.
+        texts: names of columns of texts.
+        ignored: names of columns that are not read.
+
+    Raises: ConfigError: it is no regular file, too large, damaged, or has columns of other types.
+    """
+    arrow, parquet = require("pyarrow", "the lab needs", "demo"), require("pyarrow.parquet", "the lab needs", "demo")
+    try:
+        with open_regular_file(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) > _MAX_FILE_BYTES:
+                raise ValueError(f"it has {size:,} bytes, and the lab reads {_MAX_FILE_BYTES:,}")
+            with parquet.ParquetFile(file) as parquet_file:
+                metadata = parquet_file.metadata
+                names = [name for name in parquet_file.schema_arrow.names if name not in ignored]
+                if metadata.num_rows * len(names) > _MAX_VALUES:
+                    raise ValueError(
+                        f"it claims {metadata.num_rows:,} rows of {len(names)} columns; the lab reads {_MAX_VALUES:,} "
+                        "values"
+                    )
+                facts = json.loads((metadata.metadata or {})[key])
+                table = parquet_file.read(columns=names)
+        columns = {
+            name: table[name].to_pylist() if name in texts else table[name].cast("float64").to_numpy().tolist()
+            for name in names
+        }
+        return facts, columns
+    except InputLimitError:
+        raise
+    except (arrow.ArrowException, OSError, KeyError, ValueError, RecursionError, MemoryError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(
+            f"{path} is not a run of the lab: {' '.join(reason.split())[:200] or type(error).__name__}; move it "
+            "elsewhere to go on without it"
+        ) from None

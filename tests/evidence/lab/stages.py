@@ -10,10 +10,9 @@ from typing import Any, Literal, get_args
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.optional import require
-from nemo_geomask.tools.lab.curve_files import read_columns, write_columns
 from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.run_queue import train
-from nemo_geomask.tools.lab.run_store import Run, RunCurves
+from nemo_geomask.tools.lab.run_store import Run, RunCurves, read_columns, write_columns
 from nemo_geomask.tools.lab.train_recipe import plan_runs
 from nemo_geomask.tools.shared.flat_settings import differing_keys, flatten_settings
 from nemo_geomask.tools.shared.markdown import replace_marked_text
@@ -183,7 +182,7 @@ def load_tuned_runs(path: Path) -> list[TunedRun]:
     facts, series = read_columns(path, _METADATA_KEY)
     columns: list[dict[str, list[float]]] = [{name: [] for name in ("step", *_METRICS)} for _ in facts]
     for row, index in enumerate(series["run"]):
-        for name, values in columns[index].items():
+        for name, values in columns[int(index)].items():
             values.append(series[name][row])
     return [
         TunedRun(

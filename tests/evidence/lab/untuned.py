@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.lab.curve_files import read_columns, write_columns
-from nemo_geomask.tools.lab.run_store import RunCurves
+from nemo_geomask.tools.lab.run_store import RunCurves, read_columns, write_columns
 from nemo_geomask.tools.shared.intervals import format_interval, mean_interval
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
 from tests.evidence.lab.columns import COMPUTED_COLUMNS, EVIDENCE_SPECS, EvidenceSpec, Runs, SeedMean

@@ -36,18 +36,6 @@ def run(tiny, tmp_path):
     return run
 
 
-def assert_falls_back(run, reason):
-    checkpoint, warning = find_checkpoint(run)
-    assert checkpoint.step == 1
-    assert torch.equal(checkpoint.state["policy"]["weight"], torch.full((50,), 1.0))
-    assert warning == f"{run.state_file} {reason}; resuming from state.previous.pt, after step 1."
-
-
-def with_hash(run, payload):
-    header = run.state_file.read_bytes().partition(b"\n")[0] + b"\n"
-    run.state_file.write_bytes(header + hashlib.sha256(payload).digest() + payload)
-
-
 def test_the_last_two_checkpoints_are_kept(run):
     write_checkpoint(run, 3, state_of(3))
     checkpoint, warning = find_checkpoint(run)
@@ -60,78 +48,79 @@ def test_the_last_two_checkpoints_are_kept(run):
     assert find_checkpoint(run) == (None, "")
 
 
-@pytest.mark.parametrize("place", range(40))
-def test_a_single_flipped_bit_is_detected(run, place):
-    content = bytearray(run.state_file.read_bytes())
-    line_end = content.index(b"\n")
-    position = place * (len(content) - 1) // 39
-    content[position] ^= 1 << place % 8
-    run.state_file.write_bytes(content)
-    expected = (
-        "is damaged, or another version of the lab wrote it"
-        if position <= line_end
-        else "does not match its hash: it was truncated or changed"
-    )
-    assert_falls_back(run, expected)
+def flips_a_bit(place):
+    def damage(run):
+        content = bytearray(run.state_file.read_bytes())
+        content[int(place * (len(content) - 1))] ^= 1
+        run.state_file.write_bytes(content)
+
+    return damage
 
 
-@pytest.mark.parametrize("fraction", [0.001, 0.03, 0.5, 0.999])
-def test_a_truncated_file_is_detected(run, fraction):
-    content = run.state_file.read_bytes()
-    run.state_file.write_bytes(content[: int(fraction * len(content))])
-    checkpoint, warning = find_checkpoint(run)
-    assert checkpoint.step == 1
-    assert str(run.state_file) in warning
+def truncates(fraction):
+    return lambda run: os.truncate(run.state_file, int(fraction * run.state_file.stat().st_size))
 
 
-def test_an_empty_file_and_a_folder_are_detected(run):
-    run.state_file.write_bytes(b"")
-    assert_falls_back(run, "is empty")
-    run.state_file.unlink()
-    run.state_file.mkdir()
-    assert_falls_back(run, "is not a file")
+def holds(content):
+    """Damage: another content, with its hash."""
+
+    def damage(run):
+        buffer = io.BytesIO()
+        torch.save({"run": run.name, **content} if isinstance(content, dict) else content, buffer)
+        header = run.state_file.read_bytes().partition(b"\n")[0] + b"\n"
+        run.state_file.write_bytes(header + hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue())
+
+    return damage
 
 
-def test_a_file_of_an_earlier_version_is_named(run):
-    torch.save({"step": 2}, run.state_file)
-    assert_falls_back(run, "is damaged, or another version of the lab wrote it")
+def is_replaced(make):
+    def damage(run):
+        run.state_file.unlink()
+        make(run.state_file)
+
+    return damage
 
 
 class Malicious:
-    def __init__(self, target):
-        self.target = target
-
     def __reduce__(self):
-        return os.mkdir, (str(self.target),)
+        return os.mkdir, ("executed",)
 
 
-def test_a_file_can_not_execute_code(run, tmp_path):
-    buffer = io.BytesIO()
-    torch.save({"run": run.name, "step": 2, "state": Malicious(tmp_path / "executed")}, buffer)
-    with_hash(run, buffer.getvalue())
-    assert_falls_back(run, "does not hold the state of a run (ValueError)")
-    assert not (tmp_path / "executed").exists()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [{"step": 2}, {"run": "gspo", "step": "two", "state": {}}, [1, 2], {"run": "gspo", "step": 2, "state": 1}],
+FOREIGN, CHANGED, NO_STATE = (
+    "is damaged, or another version of the lab wrote it",
+    "does not match its hash: it was truncated or changed",
+    "does not hold the state of a run",
 )
-def test_other_content_is_detected(run, content):
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    with_hash(run, buffer.getvalue())
+DAMAGE = {
+    **{f"bit at {place}": (flips_a_bit(place), FOREIGN if place < 0.01 else CHANGED) for place in (0, 0.03, 0.5, 1)},
+    **{f"cut at {part}": (truncates(part), FOREIGN if part < 0.01 else CHANGED) for part in (0.005, 0.03, 0.999)},
+    "empty": (truncates(0), "is empty"),
+    "earlier version": (lambda run: torch.save({"step": 2}, run.state_file), FOREIGN),
+    "code": (holds({"step": 2, "state": Malicious()}), NO_STATE),
+    "no state": (holds({"step": 2}), NO_STATE),
+    "no number": (holds({"step": "two", "state": {}}), NO_STATE),
+    "a list": (holds([1, 2]), NO_STATE),
+    "another run": (holds({"run": "cispo", "step": 2, "state": {}}), "belongs to another run"),
+    "a folder": (is_replaced(lambda path: path.mkdir()), "is not a file"),
+    "a FIFO": (is_replaced(os.mkfifo), "is not a file"),
+    "a device": (is_replaced(lambda path: path.symlink_to("/dev/zero")), "is not a file"),
+    "a broken link": (is_replaced(lambda path: path.symlink_to("nowhere")), "can't be read (No such file or directory"),
+}
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(run, tmp_path, monkeypatch, damage, reason):
+    monkeypatch.chdir(tmp_path)
+    damage(run)
     checkpoint, warning = find_checkpoint(run)
     assert checkpoint.step == 1
-    assert "does not hold the state of a run" in warning
-
-
-def test_a_checkpoint_of_another_run_is_not_taken(run, tiny, tmp_path):
-    other = Run("cispo", tiny(), tmp_path)
-    other.folder.mkdir()
-    write_checkpoint(other, 1, state_of(1))
-    run.state_file.write_bytes(other.state_file.read_bytes())
-    assert_falls_back(run, "belongs to another run")
+    assert torch.equal(checkpoint.state["policy"]["weight"], torch.full((50,), 1.0))
+    assert warning.startswith(f"{run.state_file} {reason}")
+    assert warning.endswith("; resuming from state.previous.pt, after step 1.")
+    assert not (tmp_path / "executed").exists()
+    run.previous_state_file.unlink()
+    with pytest.raises(ConfigError, match="Remove state.pt there to train the run again from its first step"):
+        find_checkpoint(run)
 
 
 def test_without_an_intact_checkpoint_the_files_and_the_way_out_are_named(run):
