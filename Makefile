@@ -160,7 +160,6 @@ lint: $(VENV)/.test
 
 docs: $(VENV)/.test
 	$(BIN)/python -m tests.benchmarks.tables
-	$(BIN)/python -m tests.pages
 	$(BIN)/python -m tests.evidence.diagnose.detection_power --page docs/background/verdict.md
 	$(BIN)/python -m tests.evidence.lab
 	$(BIN)/nemo-geomask schema --out recipes/recipe.schema.json
@@ -175,7 +174,7 @@ $(SITE)/.ready: .ci/site-requirements.txt
 # Every warning is an error: a page in no table of contents, a link or an anchor that leads nowhere.
 site: $(SITE)/.ready $(VENV)/.test
 	rm -rf docs/_build docs/_parts
-	$(BIN)/python -m tests.pages --site docs/_parts
+	$(BIN)/python -m tests.pages docs/_parts
 	$(SITE)/bin/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs docs/_build
 
 RELEASE := .venv-release

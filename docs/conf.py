@@ -7,7 +7,7 @@ from pathlib import Path
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
 PARTS = Path(__file__).parent / "_parts"
-"""Parts that ``python -m tests.pages --site`` has made from the code."""
+"""Parts that ``python -m tests.pages`` has made from the code."""
 
 project = "nemo_geomask"
 author = "The nemo_geomask maintainers"

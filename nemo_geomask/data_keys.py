@@ -1,18 +1,11 @@
 """NeMo-RL's keys of the tensors in a training batch (``BatchedDataDict``).
 
-If NeMo-RL renames one, change it here; messages and docstrings may still spell it out. Keys that are plain words
+If NeMo-RL renames one, change it here; messages and docstrings may still spell it out. Fields of logs and records have
+names of their own, so that old files stay readable. Keys that are plain words
 (``advantages``, ``input_ids``, ``sample_mask``) are written where they are used.
 """
 
 from __future__ import annotations
-
-__all__ = [
-    "CURR_LOGPROBS_UNFILTERED",
-    "GENERATION_LOGPROBS",
-    "PREV_LOGPROBS",
-    "REFERENCE_POLICY_LOGPROBS",
-    "TOKEN_MASK",
-]
 
 PREV_LOGPROBS = "prev_logprobs"
 """log π_old [B, T]: the sampled tokens under the training engine at rollout time."""

@@ -16,18 +16,6 @@ from torch import Tensor
 
 from nemo_geomask.segments import Segments
 
-__all__ = [
-    "GEOMASK_PREFIX",
-    "Label",
-    "Metric",
-    "MetricSums",
-    "Metrics",
-    "Normalizer",
-    "Reduction",
-    "histogram",
-    "summarize_step",
-]
-
 Normalizer = Literal["tokens", "sequences", "none"]
 Reduction = Literal["tokens", "token_sum", "sequences", "local_sum", "shared_count", "min", "max", "histogram"]
 GEOMASK_PREFIX = "geomask/"

@@ -15,7 +15,6 @@ import torch
 import yaml
 
 from nemo_geomask.cli import COMMANDS, create_parser, main
-from nemo_geomask.config.presets import PRESETS
 from nemo_geomask.losses import build_loss
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -71,11 +70,6 @@ def test_tutorials_and_guides_can_be_read_in_one_sitting():
         prose = re.sub(r"^```.*?^```$|^\|.*?$|<!--.*?-->", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
         words[page.name] = len(prose.split())
     assert {name: count for name, count in words.items() if count > 900} == {}
-
-
-def test_the_page_of_masks_has_a_row_for_every_preset():
-    text = PAGES[DOCS / "reference" / "masks.md"]
-    assert [preset for preset in PRESETS if f"| `{preset} {{" not in text] == []
 
 
 def test_every_yaml_block_is_valid_and_so_is_its_loss():

@@ -18,8 +18,6 @@ from nemo_geomask.tools.shared.terminal_text import escape_json
 if TYPE_CHECKING:
     from nemo_geomask.tools.check.recipe_check import CheckOptions
 
-__all__ = ["EXIT_STATUS", "add_arguments", "run"]
-
 EXIT_STATUS = {
     0: "no errors; warnings are printed",
     1: "warnings, under --strict",

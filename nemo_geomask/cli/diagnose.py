@@ -7,8 +7,6 @@ from pathlib import Path
 
 from nemo_geomask.cli.arguments import add_limit_option, positive_number
 
-__all__ = ["EXIT_STATUS", "add_arguments", "run"]
-
 EXIT_STATUS = {
     0: "healthy; with several runs, the worst of them counts",
     1: "drifting",

@@ -8,8 +8,6 @@ from pathlib import Path
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe.shipped_files import find_recipe
 
-__all__ = ["EXIT_STATUS", "add_arguments", "run"]
-
 EXIT_STATUS = {
     0: "all runs are trained, and reported on",
     1: "a run failed",

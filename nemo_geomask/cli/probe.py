@@ -15,8 +15,6 @@ from nemo_geomask.errors import ConfigError
 if TYPE_CHECKING:
     from nemo_geomask.tools.probe.probe_run import ProbeResult
 
-__all__ = ["DEFAULT_PROMPTS", "EXIT_STATUS", "add_arguments", "check_supported", "probe_recipe", "run"]
-
 EXIT_STATUS = {
     0: "a switch accounts for some of the mismatch, or there is none",
     1: "a check found a fault, no switch accounts for the mismatch (on other prompts, too), the scores are not "

@@ -11,8 +11,6 @@ from typing import Any
 
 from nemo_geomask.cli.arguments import ACCEPT_HELP, positive_number
 
-__all__ = ["EXIT_STATUS", "add_arguments", "run"]
-
 EXIT_STATUS = {
     0: "every step was trained by the loss that the recipe names, and the report names no fault",
     1: "anything else: a stage failed, validation included; no loss or another one was called; a step was vetoed, or "

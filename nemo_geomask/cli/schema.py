@@ -11,8 +11,6 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.objectives.registry import LOSSES
 from nemo_geomask.recipe.json_schema import recipe_schema
 
-__all__ = ["EXIT_STATUS", "add_arguments", "render", "run"]
-
 EXIT_STATUS = {
     0: "the schema is written",
     2: "it can't be written, or a plugin can't be loaded",

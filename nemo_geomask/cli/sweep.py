@@ -6,8 +6,6 @@ import argparse
 import sys
 from pathlib import Path
 
-__all__ = ["EXIT_STATUS", "add_arguments", "run"]
-
 EXIT_STATUS = {
     0: "candidates compared, and one of them recommended, which may be no correction",
     1: "compared, but none recommended: fewer than 32 sequences have a token with a gradient",

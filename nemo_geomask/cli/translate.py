@@ -8,8 +8,6 @@ from typing import Any
 
 from nemo_geomask.errors import ConfigError
 
-__all__ = ["EXIT_STATUS", "add_arguments", "run"]
-
 EXIT_STATUS = {
     0: "every setting is expressed; comments name differences in detail that remain",
     1: "some settings can't be expressed, or are not known; each has a line NOT EXPRESSED",

@@ -14,8 +14,6 @@ from nemo_geomask.config.loss_settings import PRESTEP_REASONS, LossSettings
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import Problem
 
-__all__ = ["CONFLICTS", "Conflict", "ConflictRule", "Severity", "find_conflicts", "whole_batch_problems"]
-
 Severity = Literal["error", "warning"]
 Condition = Callable[[LossSettings], bool]
 

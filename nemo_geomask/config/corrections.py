@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from nemo_geomask.config.plugins import PluginGroup
 
-__all__ = ["LEVELS", "SIGNED", "STATISTICS", "TRUNCATIONS", "MaskStatistic", "Truncation", "WeightLevel"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from nemo_geomask.config.corrections import LEVELS, TRUNCATIONS
 from nemo_geomask.config.presets import MaskSpec, validate_masks
 from nemo_geomask.config.strict import StrictModel
 
-__all__ = ["PULL_REQUEST_KEYS", "BatchVeto", "CorrectionLevel", "KLType", "LossFields", "Normalization", "Recording"]
-
 CorrectionLevel = Annotated[str, LEVELS]
 KLType = Literal["k1", "k2", "k3", "k4"]
 Normalization = Literal["tokens", "sequences", "documents", "constant"]

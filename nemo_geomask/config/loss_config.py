@@ -12,8 +12,6 @@ from nemo_geomask.config.loss_settings import LossSettings
 from nemo_geomask.config.strict import conflict_error, problems
 from nemo_geomask.errors import ConfigError
 
-__all__ = ["LossConfig"]
-
 
 class LossConfig(LossSettings):
     """Settings of one loss; frozen, refuses unknown keys and settings that contradict each other.

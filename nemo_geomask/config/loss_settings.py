@@ -10,8 +10,6 @@ from nemo_geomask.config.corrections import LEVELS, TRUNCATIONS, Truncation, Wei
 from nemo_geomask.config.fields import CorrectionLevel, LossFields, Normalization
 from nemo_geomask.config.masks import MaskRule, mask_rules
 
-__all__ = ["PRESTEP_REASONS", "WEIGHT_MEAN", "LossSettings"]
-
 WEIGHT_MEAN = "_weight_mean"
 """Name of the weight's mean in :attr:`LossSettings.batch_scalars`; its underscore keeps it apart from masks' labels."""
 

@@ -17,21 +17,6 @@ from pydantic import Field, model_validator
 from nemo_geomask.config.corrections import SIGNED, STATISTICS, MaskStatistic
 from nemo_geomask.config.strict import StrictModel
 
-__all__ = [
-    "Allowance",
-    "Interval",
-    "Level",
-    "LogRatio",
-    "MaskBase",
-    "MaskPreset",
-    "MaskRule",
-    "RawMask",
-    "Statistic",
-    "When",
-    "label_problem",
-    "mask_rules",
-]
-
 LogRatio = Literal["mismatch", "policy", "total"]
 Statistic = Annotated[str, STATISTICS]
 Level = Literal[

@@ -21,8 +21,6 @@ from nemo_geomask.config.strict import nearest
 from nemo_geomask.errors import PluginError, Problem
 from nemo_geomask.plugin_imports import import_plugin_module
 
-__all__ = ["Entry", "PluginGroup", "registered_entries"]
-
 _DISTRIBUTION = "nemo-geomask"
 T = TypeVar("T")
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -26,9 +25,49 @@ from nemo_geomask.config.plugins import PluginGroup
 from nemo_geomask.config.strict import nearest, relocated
 from nemo_geomask.errors import PluginError
 
-__all__ = ["PRESETS", "PRESET_GROUP", "PUBLISHED_SETTINGS", "MaskSpec", "PublishedSettings", "validate_masks"]
+M = TypeVar("M", bound=MaskBase)
+
+PRESETS: dict[str, type[MaskBase]] = {}
+"""Model of each built-in preset's settings, by the preset's name."""
 
 
+@dataclass(frozen=True)
+class PublishedSettings:
+    """Settings that a paper or another framework uses for a mask preset.
+
+    Attributes:
+        settings: the preset's settings without ``preset`` itself.
+        source: paper or framework that uses them.
+    """
+
+    settings: Mapping[str, Any]
+    source: str
+
+    def mask(self, preset: str) -> dict[str, Any]:
+        """Return an entry of ``loss_fn.masks``."""
+        return {"preset": preset, **self.settings}
+
+
+PUBLISHED_SETTINGS: dict[str, PublishedSettings] = {}
+"""Published settings of each preset.
+
+Recipes have no default bounds and must state their own. Tools that compare presets use these.
+"""
+
+
+def _preset(published_by: str, **settings: Any) -> Callable[[type[M]], type[M]]:
+    """Register a class as the preset that its field ``preset`` names, with settings that others have published."""
+
+    def register(model: type[M]) -> type[M]:
+        (name,) = get_args(model.model_fields["preset"].annotation)
+        PRESETS[name] = model
+        PUBLISHED_SETTINGS[name] = PublishedSettings(settings, published_by)
+        return model
+
+    return register
+
+
+@_preset("SkyRL", min=0.99, max=1.01)
 class Geometric(Interval):
     """Keep sequences whose geometric-mean mismatch ratio exp(mean(prev - gen)) lies in [min, max]. TRL PR 4891."""
 
@@ -36,6 +75,7 @@ class Geometric(Interval):
     pooled = "sequence_mean"
 
 
+@_preset("verl decoupled_seq_is_rs", min=0.5, max=2.0)
 class Product(Interval):
     """Keep sequences whose mismatch ratio exp(sum(prev - gen)) lies in [min, max]: sequence MIS."""
 
@@ -43,12 +83,14 @@ class Product(Interval):
     pooled = "sequence"
 
 
+@_preset("IcePop, arXiv:2510.18855", min=0.5, max=5.0)
 class IcePop(Interval):
     """Keep tokens whose mismatch ratio lies in [min, max]. arXiv:2510.18855."""
 
     preset: Literal["icepop"]
 
 
+@_preset("SkyRL outlier tokens", min=1e-4, max=100.0)
 class Veto(Interval):
     """Keep sequences all of whose tokens have a mismatch ratio in [min, max]."""
 
@@ -64,6 +106,7 @@ _CurrentLogRatio = Annotated[
 ]
 
 
+@_preset("TRL off_policy_mask_threshold", delta=0.5)
 class Opsm(MaskBase):
     """Drop sequences with a negative mean advantage whose mean log(μ/π) exceeds delta: off-policy sequence masking.
 
@@ -80,6 +123,7 @@ class Opsm(MaskBase):
         return replace(rule, low=-self.delta)
 
 
+@_preset("verl decoupled_k3_rs", statistic="k3", level="sequence_mean", max=0.01)
 class TrustRegion(MaskBase):
     """Keep sequences whose k2 or k3 stays within max, on average or at every token. arXiv:2512.23075."""
 
@@ -127,12 +171,14 @@ class _DppoOfDifferences(_Dppo):
     distance = "prob_diff"
 
 
+@_preset("verl's example for DPPO, arXiv:2602.04879", delta=0.15)
 class DppoTv(_DppoOfDifferences):
     """Drop tokens whose |p - q| exceeds delta, if the update would increase it. arXiv:2602.04879."""
 
     preset: Literal["dppo_tv"]
 
 
+@_preset("verl's example for DPPO, arXiv:2602.04879", delta=0.05)
 class DppoKl(_Dppo):
     """Drop tokens whose binary KL(μ ‖ π) exceeds delta, if the update would increase it. arXiv:2602.04879.
 
@@ -143,6 +189,7 @@ class DppoKl(_Dppo):
     distance = "binary_kl"
 
 
+@_preset("CPPO, arXiv:2606.10968", delta=0.15)
 class Cppo(_DppoOfDifferences):
     """Drop tokens whose prefix drifts beyond its budget, if the update would increase the drift. arXiv:2606.10968.
 
@@ -171,6 +218,7 @@ class Cppo(_DppoOfDifferences):
         return replace(super().rule(), level="prefix_excess", allowance=allowance)
 
 
+@_preset("VACO, arXiv:2603.01365, delta as reviewed", statistic="ratio_diff", delta=0.2)
 class Vaco(MaskBase):
     """Drop tokens of a sequence whose mean distance exceeds delta, if the update would increase the token's distance.
 
@@ -201,6 +249,7 @@ class Vaco(MaskBase):
         return replace(rule, level="sequence_mean_size", low=-self.delta)
 
 
+@_preset("prime-rl PR 3283", max=0.1)
 class KPop(MaskBase):
     """Keep tokens whose binary KLs between training and generation engine, in both directions, are at most max.
 
@@ -215,6 +264,7 @@ class KPop(MaskBase):
         return self.build_rule("mismatch", "token", "binary_kl_max", -self.max, self.max)
 
 
+@_preset("M2PO, arXiv:2510.01161", tau=0.04)
 class M2po(MaskBase):
     """Drop the tokens with the largest squared mismatch log-ratio until the batch's mean of the rest is at most tau.
 
@@ -229,54 +279,11 @@ class M2po(MaskBase):
         return replace(self.build_rule("mismatch", "token", "k2", None, None), until_mean=self.tau / 2)
 
 
-MaskSpec = (
-    Geometric | Product | IcePop | Veto | Opsm | TrustRegion | DppoTv | DppoKl | Cppo | Vaco | KPop | M2po | RawMask
-)
-PRESETS: Mapping[str, type[MaskBase]] = {
-    typing.get_args(model.model_fields["preset"].annotation)[0]: model
-    for model in typing.get_args(MaskSpec)
-    if model is not RawMask
-}
-"""Model of each built-in preset's settings, by the preset's name."""
-
-
-@dataclass(frozen=True)
-class PublishedSettings:
-    """Settings that a paper or another framework uses for a mask preset.
-
-    Attributes:
-        settings: the preset's settings without ``preset`` itself.
-        source: paper or framework that uses them.
-    """
-
-    settings: Mapping[str, Any]
-    source: str
-
-    def mask(self, preset: str) -> dict[str, Any]:
-        """Return an entry of ``loss_fn.masks``."""
-        return {"preset": preset, **self.settings}
-
-
-PUBLISHED_SETTINGS: Mapping[str, PublishedSettings] = {
-    "geometric": PublishedSettings({"min": 0.99, "max": 1.01}, "SkyRL"),
-    "product": PublishedSettings({"min": 0.5, "max": 2.0}, "verl decoupled_seq_is_rs"),
-    "icepop": PublishedSettings({"min": 0.5, "max": 5.0}, "IcePop, arXiv:2510.18855"),
-    "veto": PublishedSettings({"min": 1e-4, "max": 100.0}, "SkyRL outlier tokens"),
-    "opsm": PublishedSettings({"delta": 0.5}, "TRL off_policy_mask_threshold"),
-    "trust_region": PublishedSettings(
-        {"statistic": "k3", "level": "sequence_mean", "max": 0.01}, "verl decoupled_k3_rs"
-    ),
-    "dppo_tv": PublishedSettings({"delta": 0.15}, "verl's example for DPPO, arXiv:2602.04879"),
-    "dppo_kl": PublishedSettings({"delta": 0.05}, "verl's example for DPPO, arXiv:2602.04879"),
-    "cppo": PublishedSettings({"delta": 0.15}, "CPPO, arXiv:2606.10968"),
-    "vaco": PublishedSettings({"statistic": "ratio_diff", "delta": 0.2}, "VACO, arXiv:2603.01365, delta as reviewed"),
-    "kpop": PublishedSettings({"max": 0.1}, "prime-rl PR 3283"),
-    "m2po": PublishedSettings({"tau": 0.04}, "M2PO, arXiv:2510.01161"),
-}
-"""Published bounds of each preset, with their source.
-
-Recipes have no default bounds and must state their own. Tools that compare presets use these.
-"""
+if TYPE_CHECKING:
+    MaskSpec = MaskBase
+else:
+    MaskSpec = Union[(*PRESETS.values(), RawMask)]
+"""Entry of ``loss_fn.masks``: a preset's settings, or a raw mask."""
 
 PRESET_GROUP: PluginGroup[type[MaskPreset]] = PluginGroup(
     group="nemo_geomask.mask_presets",

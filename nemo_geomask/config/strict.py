@@ -25,17 +25,6 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from nemo_geomask.errors import ConfigError, Problem
 
-__all__ = [
-    "StrictModel",
-    "as_yaml",
-    "conflict_error",
-    "inline_yaml",
-    "nearest",
-    "parse",
-    "problems",
-    "relocated",
-]
-
 M = TypeVar("M", bound=BaseModel)
 S = TypeVar("S", bound="StrictModel")
 

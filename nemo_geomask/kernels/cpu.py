@@ -17,8 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["NUM_STATISTICS", "RowGradientInputs", "empty_gradient", "fold", "row_gradients", "row_statistics"]
-
 NUM_STATISTICS = 4
 """Number of statistics of a row: largest logit, sum of exponentials, the target's logit, entropy."""
 

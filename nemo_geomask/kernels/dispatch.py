@@ -11,8 +11,6 @@ from torch import Tensor
 from nemo_geomask.errors import ArgumentError, MissingDependencyError
 from nemo_geomask.kernels import cpu
 
-__all__ = ["KERNELS", "Kernels", "choose"]
-
 KERNELS = ("auto", "triton", "torch")
 
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from nemo_geomask.kernels.cpu import NUM_STATISTICS, RowGradientInputs
 from nemo_geomask.kernels.triton_kernels import fold_kernel, row_gradients_kernel, row_statistics_kernel
 
-__all__ = ["INTERPRETED", "count_splits", "empty_gradient", "fold", "row_gradients", "row_statistics"]
-
 _LOG2_E = math.log2(math.e)
 
 # A program reads tiles of DEPTH · LANES · VECTOR columns: each thread reads 16 bytes at a time, DEPTH times.

@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["fold_kernel", "row_gradients_kernel", "row_statistics_kernel"]
-
 
 @triton.jit
 def _accumulate(x, max_logit, sum_exp, moment, base2_scale, ENTROPY: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -29,19 +29,6 @@ from nemo_geomask.functional.entry import check_dense
 from nemo_geomask.metrics import Metric
 from nemo_geomask.segments import PackedSegments, Segments
 
-__all__ = [
-    "BATCH_KEYS",
-    "RawBatch",
-    "TokenBatch",
-    "is_finite",
-    "possible_batch_keys",
-    "read",
-    "requested_tensors",
-    "take_packed",
-    "take_padded",
-    "zero_outside",
-]
-
 BATCH_KEYS = {
     "advantages": "advantages",
     "prev": PREV_LOGPROBS,

@@ -22,8 +22,6 @@ from nemo_geomask.losses.sequence_stats import SequencePool, SequenceStats
 from nemo_geomask.metrics import Metric
 from nemo_geomask.segments import PaddedSegments
 
-__all__ = ["PooledBatch", "budget_bounds", "pool_batch", "removed_tokens"]
-
 
 class PooledBatch(NamedTuple):
     """A batch with the sequence statistics that the given masks and the weight against the mismatch need."""

@@ -17,8 +17,6 @@ from nemo_geomask.losses.correction import count_saturated
 from nemo_geomask.losses.sequence_stats import SequenceStats
 from nemo_geomask.metrics import Metric, histogram
 
-__all__ = ["report_audit", "report_batch", "report_surrogate"]
-
 
 def report_surrogate(
     surrogate: F.Surrogate, batch: TokenBatch, stats: SequenceStats, *, is_full: bool, is_pooled: bool

@@ -12,8 +12,6 @@ from nemo_geomask.errors import Problem
 from nemo_geomask.losses.policy_loss import PolicyLoss
 from nemo_geomask.objectives.resolved_loss import resolve_loss
 
-__all__ = ["build_loss", "build_with_warnings"]
-
 
 def build_loss(config: Mapping[str, Any] | BaseModel, *, use_fused_linear_logprobs: bool = False) -> PolicyLoss:
     """Build the loss that ``config`` describes.

@@ -14,8 +14,6 @@ from torch.autograd.function import once_differentiable
 
 from nemo_geomask.losses.batch import RawBatch
 
-__all__ = ["EAGER_CALLS", "CompiledPass", "attach_gradient", "loss_and_gradient"]
-
 _log = logging.getLogger("nemo_geomask")
 EAGER_CALLS = {"cuda": 2}
 """Number of eager calls before ``auto`` compiles, by device type; on other devices ``auto`` never compiles.

@@ -13,8 +13,6 @@ from nemo_geomask.losses.batch import TokenBatch, zero_outside
 from nemo_geomask.losses.sequence_stats import PooledStatistic, SequencePool, SequenceStats
 from nemo_geomask.metrics import Metric, Reduction
 
-__all__ = ["MismatchStatistics", "correct", "count_saturated", "request_mismatch"]
-
 
 class MismatchStatistics(NamedTuple):
     """Statistics of the mismatch log-ratio that the weight needs; None where its settings need none."""

@@ -23,8 +23,6 @@ from nemo_geomask.metrics import Label, Metric, MetricSums, Normalizer
 from nemo_geomask.objectives.variant import SurrogateInputs, Variant
 from nemo_geomask.segments import PaddedSegments, Segments
 
-__all__ = ["evaluate", "metric_labels"]
-
 
 def evaluate(
     config: LossConfig,

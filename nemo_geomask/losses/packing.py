@@ -12,8 +12,6 @@ from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE
 from nemo_geomask.errors import DataError, MissingDataError, ShapeError
 from nemo_geomask.segments import PackedSegments
 
-__all__ = ["IGNORE", "check_rows", "pack_rows", "predicted_tokens"]
-
 IGNORE = -100
 """Target at positions that predict no trained token."""
 _TOKEN_KEYS = (

@@ -33,8 +33,6 @@ from nemo_geomask.segments import PackedSegments, PaddedSegments, Segments
 from nemo_geomask.segments.padded import NO_TENSORS
 from nemo_geomask.segments.rank_comparison import as_lost_rank_error
 
-__all__ = ["BATCH_SCALAR_PREFIX", "PREPARED_KEY", "PolicyLoss", "raise_if_nonfinite"]
-
 PREPARED_KEY = "geomask_prepared"
 """Batch key, [B], that PrestepPass adds to mark a batch that it has processed."""
 BATCH_SCALAR_PREFIX = "geomask_bound_"

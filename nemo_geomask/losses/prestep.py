@@ -28,8 +28,6 @@ from nemo_geomask.losses.rejection import reject
 from nemo_geomask.losses.sequence_stats import SequenceStats
 from nemo_geomask.metrics import Reduction
 
-__all__ = ["Decision", "OpenBatch", "PrestepPass", "untrained_metrics", "valid_counts"]
-
 
 @dataclass(frozen=True)
 class Decision:

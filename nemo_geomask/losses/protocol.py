@@ -11,8 +11,6 @@ import enum
 import importlib
 from typing import Any
 
-__all__ = ["LossInputType", "LossType", "MetricNormalizer", "resolve"]
-
 LossType = enum.Enum("LossType", {"TOKEN_LEVEL": "token_level", "SEQUENCE_LEVEL": "sequence_level"})
 """Global count that divides the loss."""
 LossInputType = enum.Enum("LossInputType", {"LOGIT": "logit", "LOGPROB": "logprob"})

@@ -14,8 +14,6 @@ from nemo_geomask.errors import RanksDisagreeError
 from nemo_geomask.segments import PackedSegments
 from nemo_geomask.segments.rank_comparison import PackedShape, compare_packings, copy_to_host, list_differences
 
-__all__ = ["RankCheck"]
-
 
 class _RankCall(NamedTuple):
     """A rank's call, as the int64 numbers that it sends to the other ranks.

@@ -15,8 +15,6 @@ from nemo_geomask.losses.batch import TokenBatch, zero_outside
 from nemo_geomask.losses.sequence_stats import PooledBy, PooledStatistic, SequencePool, SequenceStats
 from nemo_geomask.metrics import Metric, Reduction
 
-__all__ = ["PooledRule", "find_removed", "reject", "request_rules", "rule_values"]
-
 _POOLED_BY: dict[str, PooledBy] = {
     "sequence": "sum",
     "sequence_mean": "mean",

@@ -16,8 +16,6 @@ from nemo_geomask.losses.batch import TokenBatch, zero_outside
 from nemo_geomask.metrics import Metric
 from nemo_geomask.segments import Pooled, Prefix
 
-__all__ = ["PooledBy", "PooledStatistic", "SequencePool", "SequenceStats"]
-
 PooledBy = Literal["sum", "mean", "min", "max", "prefix_sum", "prefix_mean", "prefix_min", "prefix_max"]
 """How token values are pooled: over the sequence, or over each token's prefix, the token included."""
 

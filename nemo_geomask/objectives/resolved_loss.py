@@ -16,8 +16,6 @@ from nemo_geomask.errors import ConfigError, PluginError, Problem
 from nemo_geomask.objectives import registry
 from nemo_geomask.objectives.variant import Variant
 
-__all__ = ["ResolvedLoss", "resolve_loss"]
-
 _PREFIX = "loss_fn"
 _OPTIONS = f"{_PREFIX}.options"
 _UNSET = object()

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from nemo_geomask.functional import Surrogate
 
-__all__ = ["NoOptions", "Part", "Parts", "SurrogateInputs", "Variant"]
-
 
 class Part(NamedTuple):
     """One line of an objective's formula, and a sentence that explains it."""

@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from nemo_geomask.errors import ArgumentError
 
-__all__ = ["DocumentStep", "collect_documents"]
-
 M = TypeVar("M")
 
 

@@ -15,8 +15,6 @@ from nemo_geomask.parallel.logprob_options import LogprobOptions, VocabShards, c
 from nemo_geomask.segments.packed_reductions import gather_ranks
 from nemo_geomask.segments.rank_comparison import checksum, integers_on_device, list_differences
 
-__all__ = ["gather_rank_arguments", "has_problem", "raise_other_rows", "raise_problem"]
-
 
 class _RankArguments(NamedTuple):
     """Arguments of a rank's call, as the int64 numbers that it sends to the other ranks.

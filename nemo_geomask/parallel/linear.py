@@ -24,8 +24,6 @@ from nemo_geomask.parallel.softmax import check_targets, gradient_inputs, merge_
 from nemo_geomask.segments.packed_reductions import gather_ranks
 from nemo_geomask.segments.rank_comparison import as_lost_rank_error
 
-__all__ = ["TILE_BYTES", "linear_logprobs"]
-
 # torch 2.13 renamed the function.
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 

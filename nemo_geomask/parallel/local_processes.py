@@ -24,8 +24,6 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_
 
 from nemo_geomask.errors import GeomaskError, LostRankError
 
-__all__ = ["COLLECTIVE_TIMEOUT", "RankError", "end_with_parent", "lead_ranks", "run_ranks"]
-
 COLLECTIVE_TIMEOUT = 600.0
 """Seconds after which a collective fails. This limit is for ranks that hang; one that dies is noticed at once."""
 _START_SECONDS = 300.0  # for the imports of all processes, and for the other ranks to finish after rank 0

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["GradientSum", "Tile", "TileBuffer", "iterate_tiles", "to_product_dtype"]
-
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 _SIDE_MULTIPLE = 256  # matrix units are at their fastest on tiles whose sides are multiples of this
 

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from nemo_geomask.errors import ArgumentError, ShapeError
 from nemo_geomask.kernels import Kernels
 
-__all__ = ["LogprobKeywords", "LogprobOptions", "VocabShards", "check_temperature", "check_vocab_size", "vocab_shards"]
-
 
 class LogprobKeywords(TypedDict, total=False):
     """Keyword arguments that both log-prob functions take, for type checkers.

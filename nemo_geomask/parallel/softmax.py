@@ -15,8 +15,6 @@ from nemo_geomask.parallel.logprob_options import LogprobOptions, VocabShards
 from nemo_geomask.segments.packed_reductions import gather_ranks
 from nemo_geomask.segments.rank_comparison import copy_to_host
 
-__all__ = ["Softmax", "Targets", "check_targets", "gradient_inputs", "merge_shards"]
-
 
 class Targets(NamedTuple):
     """Token ids whose log-probs are computed, and the outcome of their checks.

@@ -22,8 +22,6 @@ from nemo_geomask.parallel.logprob_options import (
 )
 from nemo_geomask.parallel.softmax import check_targets, gradient_inputs, merge_shards
 
-__all__ = ["vocab_parallel_logprobs"]
-
 
 @overload
 def vocab_parallel_logprobs(

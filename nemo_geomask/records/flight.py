@@ -42,8 +42,8 @@ JSONL_KEYS = {
     "token_loss_mask": TOKEN_MASK,
     "sample_loss_mask": "sample_mask",
     "advantages": "advantages",
-    GENERATION_LOGPROBS: GENERATION_LOGPROBS,
-    PREV_LOGPROBS: PREV_LOGPROBS,
+    "generation_logprobs": GENERATION_LOGPROBS,
+    "prev_logprobs": PREV_LOGPROBS,
 }
 """Key of the batch that holds each field of NeMo-RL's own JSONL logs."""
 CURR_KNOWN_KEY = "curr_trained"

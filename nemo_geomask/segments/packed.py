@@ -16,9 +16,6 @@ from nemo_geomask.segments import packed_reductions as reductions
 from nemo_geomask.segments.padded import NO_TENSORS, Pooled, Prefix, Segments, TensorMap
 from nemo_geomask.segments.rank_comparison import PackedShape, checksum, compare_packings
 
-__all__ = ["PackedSegments", "PackedTokens"]
-
-
 _COMBINE: tuple[tuple[Callable[[Tensor, Tensor], Tensor], float], ...] = (
     (torch.add, 0.0),
     (torch.minimum, math.inf),

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from nemo_geomask.segments.rank_comparison import as_lost_rank_error
 
-__all__ = ["Groups", "gather_ranks", "merge_ranks", "reduce_over_ranks", "reduce_segments", "scan_runs", "spread"]
-
 Groups = tuple[dist.ProcessGroup, ...]
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single.

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from nemo_geomask.segments.packed_reductions import Groups
 
-__all__ = ["NO_TENSORS", "PaddedSegments", "Pooled", "Prefix", "Segments", "TensorMap"]
-
 TensorMap = Mapping[str, Tensor]
 NO_TENSORS: TensorMap = {}
 

@@ -13,16 +13,6 @@ from torch import Tensor
 
 from nemo_geomask.errors import GeomaskError, LostRankError, RanksDisagreeError
 
-__all__ = [
-    "PackedShape",
-    "as_lost_rank_error",
-    "checksum",
-    "compare_packings",
-    "copy_to_host",
-    "integers_on_device",
-    "list_differences",
-]
-
 _ODD_FACTOR = -7046029254386353131  # 2^64 divided by the golden ratio, as int64; spreads positions over all bits
 
 

@@ -15,8 +15,6 @@ from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, TOKEN_MAS
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.objectives.variant import SurrogateInputs
 
-__all__ = ["find_gradient_error"]
-
 _STEP = 1e-6  # step of the finite differences
 
 

@@ -19,8 +19,6 @@ from nemo_geomask.losses.batch import requested_tensors, take_padded
 from nemo_geomask.losses.evaluate import evaluate
 from nemo_geomask.segments import PaddedSegments
 
-__all__ = ["describe_origin"]
-
 _PACKAGE, _TORCH = (str(Path(module.__file__ or "").parent) for module in (nemo_geomask, torch))
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)\n *(.*)')
 

@@ -13,8 +13,6 @@ from nemo_geomask.optional import require
 from nemo_geomask.recipe import Origins
 from nemo_geomask.recipe.overrides import apply_override
 
-__all__ = ["TrialResult", "parse_settings", "run_trials"]
-
 
 class TrialResult(NamedTuple):
     """Outcome of one promise in one trial.

@@ -24,21 +24,6 @@ from nemo_geomask.segments import PackedSegments, PaddedSegments
 from nemo_geomask.testing.gradient_check import find_gradient_error
 from nemo_geomask.testing.nonfinite_origin import describe_origin
 
-__all__ = [
-    "PROMISES",
-    "Batch",
-    "LossOutcome",
-    "Promise",
-    "describe_difference",
-    "evaluate_padded",
-    "find_influence_of_untrained",
-    "find_nonfinite",
-    "find_pickle_difference",
-    "find_split_difference",
-    "has_same_bits",
-    "uneven_batch",
-]
-
 # If its terms are added in another order, a float32 sum changes by a relative 2**-24 for each term. Some hundred terms
 # are added, and they may cancel.
 _RELATIVE_TOLERANCE = 2e-5

@@ -195,6 +195,7 @@ def test_a_mask_that_compares_the_policy_with_itself_is_said_to_do_nothing():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("key", ["token_mask", "sample_mask"])
 def test_compiled_code_counts_them_too(key):
     loss, grad, metrics = loss_of({"compile": True}, with_mask_value(key, math.nan), packed=True)

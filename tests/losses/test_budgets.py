@@ -285,6 +285,7 @@ def test_settings_that_make_no_sense(config, message):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_bounds_are_inputs_of_the_graph():
     loss_fn = build_loss({"masks": [BUDGETS["m2po"], BUDGETS["worst_sequences"]]})
     torch._dynamo.reset()

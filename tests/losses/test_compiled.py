@@ -86,10 +86,15 @@ def same(one: Any, other: Any) -> None:
 PACKED = ("corrected", "all masks", "nll", "drop_token", "audited")
 
 
+# In `make test`: a loss with all kinds of reductions over segments, and an objective of its own over padded rows.
+REPRESENTATIVES = {("corrected", True), ("dppo", False)}
+TRACED = [*((name, False) for name in CONFIGS if name != "all masks"), *((name, True) for name in PACKED)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "packed"),
-    [*((name, False) for name in CONFIGS if name != "all masks"), *((name, True) for name in PACKED)],
+    [pytest.param(*case, marks=() if case in REPRESENTATIVES else pytest.mark.long) for case in TRACED],
 )
 def test_one_graph_whatever_the_batch(name, packed):
     torch._dynamo.reset()
@@ -102,6 +107,7 @@ def test_one_graph_whatever_the_batch(name, packed):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_both_log_probs_get_their_gradient():
     torch._dynamo.reset()
     function = objective({"ratio_clip_c": 3.0})
@@ -121,6 +127,7 @@ def test_both_log_probs_get_their_gradient():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_masked_positions_may_hold_anything():
     torch._dynamo.reset()
     batch = batches.rollouts(1)
@@ -153,6 +160,7 @@ def test_collectives_are_in_the_graph():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_inductor_makes_few_kernels():
     torch._dynamo.reset()
     inductor.reset()
@@ -178,7 +186,7 @@ def test_inductor_makes_few_kernels():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.long), True], ids=["padded", "packed"])
 def test_inductor_sees_what_is_not_finite(packed):
     # Of aot_eager's passes none knows that a product with 0 is 0.
     torch._dynamo.reset()
@@ -200,6 +208,7 @@ def test_inductor_sees_what_is_not_finite(packed):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_half_precision_is_scaled_before_it_is_rounded():
     torch._dynamo.reset()
     batch = batches.rollouts(1)
@@ -308,6 +317,7 @@ class TestChoice:
         "isolate_recompiles" not in inspect.signature(torch.compile).parameters,
         reason="this torch can't isolate losses",
     )
+    @pytest.mark.long
     def test_many_losses_in_a_process_are_all_compiled(self, monkeypatch, caplog):
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
         batch = batches.rollouts(1)

@@ -170,7 +170,7 @@ def _all_configs(rank, world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_context_parallel_equals_oracle(world):
     results = run_ranks(world, _all_configs)
     batch = batches.rollouts(seed=4, width=23)

@@ -25,6 +25,7 @@ from tests.helpers.from_logits import PADDED, TEMPERATURE, VOCAB, WIDTH, problem
 
 EVERYTHING = "GEOMASK_MATRIX" in os.environ
 WORLDS = list(itertools.product((1, 2, 4), repeat=2)) if EVERYTHING else [(4, 1), (2, 2), (1, 4)]
+REPRESENTATIVE = (2, 2)  # has every layout
 
 NAMED = ("gspo", "gspo_token", "gmpo", "cispo", "sapo", "dppo", "ipo", "vespo", "dro", "reinforce")
 OBJECTIVES = {"clipped_pg": {}, **{name: VARIANTS[name] for name in NAMED}}
@@ -185,7 +186,11 @@ def _errors(loss, metrics, grad, true_loss, true_metrics, true_grad):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800 if EVERYTHING else 600)
-@pytest.mark.parametrize(("tp", "cp"), WORLDS, ids=[f"tp{tp}-cp{cp}" for tp, cp in WORLDS])
+@pytest.mark.parametrize(
+    ("tp", "cp"),
+    [pytest.param(*world, marks=() if world == REPRESENTATIVE else pytest.mark.long) for world in WORLDS],
+    ids=[f"tp{tp}-cp{cp}" for tp, cp in WORLDS],
+)
 def test_shards_equal_the_oracle(tp, cp, truth):
     begun = time.monotonic()
     results = run_ranks(tp * cp, _on_rank, tp, cp, truth, timeout=1700 if EVERYTHING else 600)

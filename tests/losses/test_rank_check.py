@@ -74,7 +74,7 @@ def _disagree(rank, world):
     return told
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_that_disagree_are_all_told(world):
     for told in run_ranks(world, _disagree, timeout=TIMEOUT):
         for (name, when), error in told.items():
@@ -112,8 +112,7 @@ def test_nothing_is_compared_if_the_option_is_off():
 
 
 def _lose(rank, world, folder, moment, settings):
-    """Rank 1 ends or sleeps at a moment of the second call; rank 0 writes down how its own call ends, and after how
-    many seconds."""
+    """Rank 1 ends or sleeps at a moment of the second call; rank 0 writes down how its own call ends."""
     if rank == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to rank 0 as soon as rank 1 has ended
     batch = batches.rollouts(width=WIDTH, offsets=ROWS)
@@ -122,7 +121,6 @@ def _lose(rank, world, folder, moment, settings):
     curr, data, segments = batches.packed_rows(batch, cp_rank=rank, cp_size=world, groups=(dist.group.WORLD,))
     if rank and moment != "backward":
         time.sleep(3600) if moment == "hang" else os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
     try:
         loss, _ = loss_fn.packed(curr.requires_grad_(), data, segments, 8, 70)
         if rank:
@@ -130,7 +128,7 @@ def _lose(rank, world, folder, moment, settings):
         loss.backward()
     except Exception as error:
         path = folder / "partial"
-        path.write_text(f"{type(error).__name__} {time.monotonic() - start:.1f}\n{error}", encoding="utf-8")
+        path.write_text(f"{type(error).__name__}\n{error}", encoding="utf-8")
         path.rename(folder / "error")
         raise
 
@@ -142,9 +140,9 @@ COMPILED = {"compile": True, "compare_ranks": False}
     ("moment", "settings", "timeout"),
     [
         ("forward", {}, TIMEOUT),
-        ("forward", COMPILED, 2 * TIMEOUT),
-        ("backward", {"name": "gspo"}, TIMEOUT),
-        ("hang", {}, 24.0),
+        pytest.param("forward", COMPILED, 2 * TIMEOUT, marks=pytest.mark.long),
+        pytest.param("backward", {"name": "gspo"}, TIMEOUT, marks=pytest.mark.long),
+        pytest.param("hang", {}, 24.0, marks=pytest.mark.long),
     ],
     ids=["forward", "compiled", "backward", "hang"],
 )
@@ -152,13 +150,12 @@ def test_a_lost_rank_ends_the_others_in_a_sentence(tmp_path, moment, settings, t
     # A rank that hangs is ended after the other one has failed, so the other's error comes first.
     with pytest.raises(LostRankError if moment == "hang" else RankError):
         run_ranks(2, _lose, tmp_path, moment, settings, timeout=timeout)
-    head, *message = (tmp_path / "error").read_text(encoding="utf-8").splitlines()
-    kind, seconds = head.split()
+    kind, *message = (tmp_path / "error").read_text(encoding="utf-8").splitlines()
     assert kind == LostRankError.__name__
     assert "gloo" in message[0]
     assert message[-1].startswith("A collective failed. Most often another rank of the group has ended")
     # The connection breaks at once; only a rank that hangs makes the others wait for the group's timeout.
-    assert float(seconds) < (timeout / 2 + 10 if moment == "hang" else 10)
+    assert ("timed out" in message[0].lower()) == (moment == "hang")
 
 
 def test_errors_of_our_own_code_are_not_blamed_on_ranks():

@@ -1,4 +1,4 @@
-"""Rejection masks: presets against their raw form, bounds, direction, and what a mask must leave alone."""
+"""Rejection masks: bounds, direction, and what a mask must leave alone."""
 
 from __future__ import annotations
 
@@ -44,61 +44,6 @@ def kept(mask: dict[str, Any] | list[dict[str, Any]], batch: Batch, **config: An
 def removed(mask: dict[str, Any], batch: Batch, side: str = "") -> float:
     metrics = batches.evaluate({**NO_KL, "masks": [{**mask, "label": "m"}]}, batch).metrics
     return metrics[f"geomask/mask/m/removed{side}"]
-
-
-# ------------------------------------------------------------------------------------- presets and raw forms
-
-RAW_FORMS = {
-    "geometric": {"log_ratio": "mismatch", "level": "sequence_mean", "min": 0.85, "max": 1.2},
-    "product": {"log_ratio": "mismatch", "level": "sequence", "min": 0.2, "max": 3.0},
-    "icepop": {"log_ratio": "mismatch", "level": "token", "min": 0.7, "max": 1.6},
-    "veto": {"log_ratio": "mismatch", "level": "sequence_max", "min": 0.55, "max": 1.9},
-    "opsm": {
-        "log_ratio": "total",
-        "level": "sequence_mean",
-        "min": math.exp(-0.1),
-        "when": "negative_advantage",
-    },
-    "opsm_policy": {
-        "log_ratio": "policy",
-        "level": "sequence_mean",
-        "min": math.exp(-0.1),
-        "when": "negative_advantage",
-    },
-    "k2_mean": {"log_ratio": "mismatch", "level": "sequence_mean", "statistic": "k2", "max": 0.04},
-    "k3_mean": {"log_ratio": "mismatch", "level": "sequence_mean", "statistic": "k3", "max": 0.05},
-    "k2_worst": {"log_ratio": "mismatch", "level": "sequence_max", "statistic": "k2", "max": 0.15},
-    "k3_worst": {"log_ratio": "mismatch", "level": "sequence_max", "statistic": "k3", "max": 0.2},
-    "dppo_tv": {
-        "log_ratio": "total",
-        "level": "token",
-        "statistic": "prob_diff",
-        "min": -0.05,
-        "max": 0.1,
-        "when": "pushing",
-    },
-    "dppo_kl": {
-        "log_ratio": "policy",
-        "level": "token",
-        "statistic": "binary_kl",
-        "min": -0.02,
-        "max": 0.02,
-        "when": "pushing",
-    },
-    "kpop": {"log_ratio": "mismatch", "level": "token", "statistic": "binary_kl_max", "min": -0.01, "max": 0.01},
-}
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", RAW_FORMS)
-def test_preset_is_its_raw_form(name, seed):
-    batch = batches.rollouts(seed)
-    results = [batches.evaluate({"masks": [{**mask, "label": "m"}]}, batch) for mask in (MASKS[name], RAW_FORMS[name])]
-    assert torch.equal(results[0].loss, results[1].loss)
-    assert torch.equal(results[0].grad, results[1].grad)
-    assert results[0].metrics == results[1].metrics
-    if seed == 1:
-        assert results[0].metrics["geomask/mask/m/removed"] > 0
 
 
 # -------------------------------------------------------------------------------------------- bounds, direction
@@ -261,19 +206,6 @@ def test_one_bound_alone_leaves_the_other_side_open():
 
 
 # ------------------------------------------------------------------------------------------------ padding, rows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pad", [1, 40])
-@pytest.mark.parametrize("name", MASKS)
-def test_padding_does_not_enter(name, pad):
-    # Padding holds log-ratio 0, ratio 1. A mean over it would shrink, a minimum or maximum over it would reach 0.
-    for mismatch in ([0.25, 0.3, 0.2], [-0.25, -0.3, -0.2], [0.1, 0.1, 0.1]):
-        for advantage in (1.0, -1.0):
-            alone = row(mismatch, policy=mismatch, advantage=advantage)
-            padded = row(mismatch, policy=mismatch, advantage=advantage, pad=pad)
-            assert kept(MASKS[name], padded) == kept(MASKS[name], alone)
-            assert removed(MASKS[name], padded) == removed(MASKS[name], alone)
 
 
 def test_maximum_is_over_tokens_that_train():
@@ -543,7 +475,7 @@ def test_token_rule_asks_for_the_tokens_own_advantage(when, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [*itertools.combinations(MASKS, 2)], ids="-".join)
+@pytest.mark.parametrize("names", [*itertools.pairwise([*MASKS, next(iter(MASKS))])], ids="-".join)
 def test_no_mask_sees_what_another_removed(names):
     # Each mask's own metrics are those that it has alone, in either order, and the verdicts are joined by AND.
     batch = batches.rollouts(1)

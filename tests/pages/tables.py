@@ -9,7 +9,9 @@ from pydantic.fields import FieldInfo
 
 from nemo_geomask.config.fields import Recording
 from nemo_geomask.config.loss_config import LossConfig
+from nemo_geomask.config.masks import RawMask
 from nemo_geomask.config.plugins import PluginGroup
+from nemo_geomask.config.presets import PRESETS, PUBLISHED_SETTINGS
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.hosts.nemo_rl.host_patches import PATCH_GROUPS
 from nemo_geomask.objectives.registry import LOSSES
@@ -72,6 +74,38 @@ def objective_table() -> str:
     return markdown_table(("name", "ℓ", "defaults of this objective", "source"), rows)
 
 
+def mask_field_table() -> str:
+    """Return the table of the settings of a mask without a preset."""
+    rows = []
+    for name, field in RawMask.model_fields.items():
+        default = "required" if field.is_required() else _default(field.default)
+        rows.append((f"`{name}`", _allowed_values(name, field), default, str(field.description)))
+    return markdown_table(("field", "values", "default", "meaning"), rows)
+
+
+def preset_table() -> str:
+    """Return the table of the mask presets: their settings, the raw rule, what they do, and published settings."""
+    rows = []
+    for name, model in PRESETS.items():
+        published = PUBLISHED_SETTINGS[name]
+        rule = model.model_validate(published.mask(name)).rule()
+        keys = [key for key in model.model_fields if key not in ("preset", "label")]
+        choices = {key: get_args(field.annotation) for key, field in model.model_fields.items()}
+        parts = {key: choices.get(key, [getattr(rule, key)]) for key in ("log_ratio", "level", "statistic")}
+        text = str(model.__doc__).split("\n\n")[0].replace("\n", " ")
+        settings = ", ".join(_format_settings(published.settings))
+        rows.append(
+            (
+                f"`{name} {{{', '.join(keys)}}}`",
+                *map(", ".join, parts.values()),
+                rule.when,
+                text,
+                f"`{settings}`, {published.source}",
+            )
+        )
+    return markdown_table(("preset", "log-ratio", "level", "statistic", "`when`", "rule", "published settings"), rows)
+
+
 def _format_settings(settings: Mapping[str, Any]) -> Iterator[str]:
     for key, value in settings.items():
         yield f"{key}: {f'{value:.4g}' if isinstance(value, float) else as_yaml(value)}"
@@ -127,7 +161,7 @@ def _allowed_values(name: str, field: FieldInfo) -> str:
     """Describe the allowed values of a field: its literals, or its type with bounds."""
     if name == "masks":
         return "list of masks"
-    arguments = _leaf_arguments(field.annotation)
+    arguments = [*_leaf_arguments(field.annotation), *field.metadata]
     literals = [value for value in arguments if isinstance(value, str)]
     literals += [built_in for value in arguments if isinstance(value, PluginGroup) for built_in in value.built_in]
     is_optional = type(None) in get_args(field.annotation)

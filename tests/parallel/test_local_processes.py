@@ -117,6 +117,7 @@ def test_the_first_error_ends_all_ranks(world, work, error, message):
     nobody_is_left()
 
 
+@pytest.mark.long
 def test_a_stopped_rank_is_not_taken_for_one_that_was_killed():
     """It takes SIGKILL to end it, half a minute after the error of the rank that waited for it."""
     with pytest.raises(RankError, match=r"(?s)^rank 0:.*Timed out waiting"):
@@ -133,7 +134,7 @@ def test_a_result_that_cannot_be_sent_is_an_error():
 @pytest.mark.parametrize(
     ("world", "work", "timeout", "message"),
     [
-        (2, left_alone, 20, r"(?s)^rank 0:\nTraceback.*in meet"),
+        pytest.param(2, left_alone, 20, r"(?s)^rank 0:\nTraceback.*in meet", marks=pytest.mark.long),
         (1, asleep, 2, "^rank 0 did not finish within 2 seconds$"),
     ],
 )
@@ -181,7 +182,7 @@ def until(reached):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc")
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sign", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL])
 def test_ranks_end_with_the_process_that_started_them(tmp_path, sign):
     code = (
         "if __name__ == '__main__':\n"

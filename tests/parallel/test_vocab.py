@@ -308,7 +308,7 @@ def _sharded(rank, world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_sharded_equals_whole_on_every_rank(world):
     results = run_ranks(world, _sharded)
     for index, (sizes, valid, temperature, offset) in enumerate(LAYOUTS[world]):

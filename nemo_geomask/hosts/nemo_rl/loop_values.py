@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 
 from nemo_geomask import functional as F
-from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS
 from nemo_geomask.records.record_schema import is_recordable_text
 
 _log = logging.getLogger("nemo_geomask")
@@ -163,8 +162,8 @@ class _SampleMethod:
         return sample
 
 
-_COLUMNS = ("input_lengths", "sample_loss_mask", "token_loss_mask", GENERATION_LOGPROBS, PREV_LOGPROBS)
-"""Keys of the logged batch that the mismatch is computed from."""
+_COLUMNS = ("input_lengths", "sample_loss_mask", "token_loss_mask", "generation_logprobs", "prev_logprobs")
+"""Fields of the logged batch that the mismatch is computed from."""
 
 
 def environment_names(to_log: Mapping[str, Any]) -> list[str | None] | None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS
 from nemo_geomask.errors import GeomaskError
 from nemo_geomask.records.record_schema import require_arrow
 from nemo_geomask.tools.diagnose import UNSURE_LOGPROB, diagnose, find_run, survey_run
@@ -299,7 +298,7 @@ def _read_log(path: Path) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = {"mask": [], "gen": [], "prev": [], "curr": []}
     for line in path.read_text(encoding="utf-8").splitlines():
         fields = json.loads(line)
-        for name, key in (("mask", "token_loss_mask"), ("gen", GENERATION_LOGPROBS), ("prev", PREV_LOGPROBS)):
+        for name, key in (("mask", "token_loss_mask"), ("gen", "generation_logprobs"), ("prev", "prev_logprobs")):
             columns[name] += fields[key]
         columns["curr"] += [None] * len(fields["token_loss_mask"])
     return columns

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS
 from nemo_geomask.errors import DataError
 from nemo_geomask.records.record_checks import read_metadata
 from nemo_geomask.records.record_schema import (
@@ -46,12 +45,13 @@ _LOG_NAME = re.compile(r"train_data_step([0-9]{1,9})\.jsonl")
 _MAX_GROUP_ROWS = 2**16
 """Number of sequences in a row group, however short they are."""
 _MAX_ROW = 2**31 - 1
-_REQUIRED = ("input_lengths", "token_ids", "token_loss_mask", GENERATION_LOGPROBS, PREV_LOGPROBS)
+# Fields of the files, not keys of a batch: logs stay readable when NeMo-RL renames a key.
+_REQUIRED = ("input_lengths", "token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs")
 _TOKEN_COLUMNS = {
     "tokens": ("token_ids", np.int32),
     "mask": ("token_loss_mask", np.float32),
-    "gen": (GENERATION_LOGPROBS, np.float32),
-    "prev": (PREV_LOGPROBS, np.float32),
+    "gen": ("generation_logprobs", np.float32),
+    "prev": ("prev_logprobs", np.float32),
     "advantages": ("advantages", np.float32),
 }
 
