@@ -203,8 +203,7 @@ def probe_recipe(
     from nemo_geomask.tools.probe.probe_folder import describe_probe, dotted_settings, prepare_folder
     from nemo_geomask.tools.probe.probe_run import ADAPTER_KEYS, BATCH_TOKENS, choose_switches, probe
     from nemo_geomask.tools.probe.scoring_job import FUNCTION
-    from nemo_geomask.tools.rehearse.hosted_job import reads_key, values_in_force
-    from nemo_geomask.tools.rehearse.job_session import JobSession
+    from nemo_geomask.tools.rehearse.hosted_job import JobSession, reads_key, values_in_force
     from nemo_geomask.tools.rehearse.rehearsal import has_gpus, nemo_rl_checkout
     from nemo_geomask.tools.rehearse.supervision import signals_as_exceptions
     from nemo_geomask.tools.shared.machine import device_names

@@ -21,8 +21,6 @@ from nemo_geomask.tools.probe.scored_arms import BASE, FrozenTokens, differing_s
 from nemo_geomask.tools.probe.start_store import Start, StartAnswer, StartStore
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch
 
-__all__ = ["NOTHING", "SIDES", "Arm", "ArmRunner", "Side"]
-
 Side = Literal["engine", "trainer"]
 SIDES: tuple[Side, Side] = ("engine", "trainer")
 
@@ -41,13 +39,9 @@ class ArmRunner:
     """Runs starts for arms and gives their scores.
 
     Args:
-        store: the store of starts.
-        switches: switches to try.
-        values: the recipe's values by dotted key.
         settings: settings of all starts, by dotted key.
         budget: seconds after which no further start is begun.
         replaces_engines: True if an engine can be replaced in its process, which saves starts of all workers.
-        progress: called with a line before each start that is run.
     """
 
     def __init__(
@@ -237,8 +231,6 @@ class ArmRunner:
         """Return the engine's log-probs under an arm, [N].
 
         Args:
-            arm: the engine's arm.
-            request: name of the request.
             trainer: the trainer's arm; if it sends other weights, the engine had those.
         """
         is_under_trainer = arm == NOTHING and trainer in self._coupled_arms
@@ -293,12 +285,7 @@ class ArmRunner:
         return differing_settings(before, after, self._ignored.get(side, frozenset()) | {_CHECKSUM})
 
     def is_shown(self, switch: MismatchSwitch, arm: Arm) -> bool | None:
-        """Return whether what ran under an arm has another value of a switch than the baseline; None: not resolved.
-
-        Args:
-            switch: a switch of the arm, of one side.
-            arm: the arm.
-        """
+        """Return whether what ran under an arm has another value of a switch than the baseline; None: not resolved."""
         side: Side = "engine" if switch.side == "engine" else "trainer"
         resolved = (_settings_of(side, answer) for answer in (self.base, self._answers[side][arm]))
         before, after = (

@@ -18,8 +18,6 @@ from nemo_geomask.tools.probe.scored_arms import BASE
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch
 from nemo_geomask.tools.shared.paired_tests import holm
 
-__all__ = ["attribute_mismatch"]
-
 _TOP = 3
 """Number of switches that are examined further: on fresh prompts, as the last one missing, and in all orders."""
 
@@ -34,10 +32,6 @@ def attribute_mismatch(
     """Run the arms that are needed, and return the ledger.
 
     Args:
-        runner: runs arms; it has scored the baseline.
-        switches: switches to try.
-        values: values that are in force, by dotted key.
-        untried_rows: rows of switches that are not tried.
         replaced: the recipe's own values of those keys that have another one here.
     """
     return _Search(runner, switches, values, replaced or {}).ledger(untried_rows)

@@ -1,17 +1,19 @@
-"""Log-probs of given tokens by an engine: decoded one by one, and as a prompt (prefill).
+"""What a probe asks of an engine: log-probs of given tokens, decoded one by one and as a prompt (prefill); a restart.
 
-These functions run in the process of NeMo-RL's generation worker and use the worker's own sampling parameters.
+These functions run in the process of NeMo-RL's generation worker, ``actor``, with its own sampling parameters.
 """
 
 from __future__ import annotations
 
+import copy
+import importlib
+import inspect
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_geomask.errors import EngineError
-
-__all__ = ["PROCESSOR", "REPLAY", "decode_scores", "prefill_scores"]
 
 REPLAY = "nemo_geomask_replay"
 """Key of a request's tokens in ``SamplingParams.extra_args``."""
@@ -26,9 +28,6 @@ def decode_scores(
     """Decode given responses, and return the engine's log-prob of each token as NeMo-RL would get it.
 
     Args:
-        actor: NeMo-RL's generation worker.
-        sequences: prompt and response, as token ids.
-        prompt_lengths: number of tokens of each prompt.
         options: ``reversed``: True to send the last sequence first; ``batch``: number of them that are sent at once,
             all if it is missing; other keys replace fields of the sampling parameters, such as ``temperature``.
 
@@ -84,11 +83,6 @@ def prefill_scores(actor: Any, sequences: Sequence[Sequence[int]], prompt_length
 
     vLLM computes them from the raw logits, whatever the temperature and the filters of a request.
 
-    Args:
-        actor: NeMo-RL's generation worker.
-        sequences: prompt and response, as token ids.
-        prompt_lengths: number of tokens of each prompt.
-
     Returns:
         ``logprobs``: a list for each response; ``seconds``.
     """
@@ -109,3 +103,57 @@ def _logprob_of(entry: Mapping[int, Any] | None, token: int) -> float:
     if entry is None or token not in entry:
         raise EngineError(f"the engine returned no log-prob of token {token}, which it was given")
     return float(entry[token].logprob)
+
+
+_ORIGINAL = "nemo_geomask_original_config"
+"""Attribute of the worker with its settings as NeMo-RL started it."""
+
+
+def restart_engine(actor: Any, values: Mapping[str, Any]) -> None:
+    """Replace the engine of a generation worker by one with other settings, in the worker's process.
+
+    NeMo-RL's own code constructs the worker anew. That saves most of a start's time, which goes to Ray, imports and the
+    trainer; a former engine may leave memory behind on a GPU, so it is for CPUs alone.
+
+    The new engine has no weights before the next refit, and has to be told of them as after NeMo-RL's own start.
+
+    Args:
+        values: settings that differ from those NeMo-RL started the worker with, by dotted key below
+            ``policy.generation``. A mapping replaces the one that is there.
+
+    Raises:
+        EngineError: the engine has several processes.
+    """
+    if actor.tensor_parallel_size * actor.pipeline_parallel_size > 1:
+        raise EngineError("an engine of several processes can't be restarted within its worker")
+    if not hasattr(actor, _ORIGINAL):
+        setattr(actor, _ORIGINAL, copy.deepcopy(dict(actor.cfg)))
+    config: dict[str, Any] = copy.deepcopy(getattr(actor, _ORIGINAL))
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        section = config
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    seed = actor.llm.llm_engine.vllm_config.model_config.seed
+    fraction = actor.fraction_of_gpus
+    actor.shutdown()
+    state = importlib.import_module("vllm.distributed.parallel_state")
+    state.cleanup_dist_env_and_memory()
+    _undo_fp8_patches()
+    constructor = type(actor).__init__
+    arguments = {"bundle_indices": [0], "fraction_of_gpus": fraction, "seed": seed}
+    accepted = inspect.signature(constructor).parameters
+    constructor(actor, config, **{name: value for name, value in arguments.items() if name in accepted})
+    actor.post_init()
+
+
+def _undo_fp8_patches() -> None:
+    """Take back what NeMo-RL's ``init_fp8`` patches in vLLM for an engine: it refuses to patch a process twice."""
+    module: Any = sys.modules.get("nemo_rl.models.generation.vllm.quantization.fp8")
+    if module is None or not module.fp8_patches_applied:
+        return
+    for patcher in module.fp8_state.vllm_patches:
+        patcher.stop()
+    module.fp8_state = type(module.fp8_state)()
+    module.fp8_patches_applied = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,8 +10,6 @@ from nemo_geomask.optional import require
 from nemo_geomask.tools.probe.gap_statistics import k3_of
 from nemo_geomask.tools.probe.ledger import NEGLIGIBLE_K3
 from nemo_geomask.tools.probe.scored_arms import FrozenTokens
-
-__all__ = ["FreeCheck", "free_checks"]
 
 _MIN_TOKENS = 50
 _SHIFT_FACTOR = 4.0
@@ -44,7 +42,7 @@ def free_checks(
     *,
     trainer_again: Any,
     is_training: bool,
-    weights: tuple[str, ...] | None,
+    weights: Sequence[str] | None,
     is_neutral: bool,
     trainer_error: str = "",
     adapters: Mapping[str, Any] | None = None,
@@ -52,10 +50,6 @@ def free_checks(
     """Return the checks of the baseline.
 
     Args:
-        tokens: the frozen tokens.
-        decode: the engine's log-probs as decoded, [N].
-        prefill: the engine's log-probs by prefill, [N].
-        trainer: the trainer's log-probs, [N].
         trainer_again: the same, of the same batch once more, [N].
         is_training: True if a module of the trainer's model was in training mode while it scored.
         weights: groups of weights that differ after the refit; None if they were not compared.
@@ -101,7 +95,7 @@ def _adapter_checks(adapters: Mapping[str, Any] | None) -> list[FreeCheck]:
     ]
 
 
-def _weights_check(weights: tuple[str, ...] | None) -> FreeCheck:
+def _weights_check(weights: Sequence[str] | None) -> FreeCheck:
     name = "weights after the refit"
     if weights is None:
         return FreeCheck(name, "not judged", "trainer and engine were not compared")

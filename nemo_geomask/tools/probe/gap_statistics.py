@@ -16,8 +16,6 @@ from nemo_geomask.optional import require
 from nemo_geomask.tools.shared.intervals import percentile_interval
 from nemo_geomask.tools.shared.paired_tests import sign_flip_p
 
-__all__ = ["LARGE", "VERY_LARGE", "Gap", "GapChange", "change_between", "gap", "k3_of", "shapley"]
-
 LARGE = 0.1
 VERY_LARGE = math.log(2.0)
 """Sizes of |Δ| whose shares of tokens are reported: 10 % and a factor of 2 in probability."""
@@ -70,11 +68,7 @@ class GapChange:
 
 
 def k3_of(delta: Any) -> Any:
-    """Return exp(Δ) − 1 − Δ of each token, with Δ within ±5; float64, as exact as expm1.
-
-    Args:
-        delta: differences of log-probs.
-    """
+    """Return exp(Δ) − 1 − Δ of each token, with Δ within ±5; float64, as exact as expm1."""
     numpy = _numpy()
     clipped = numpy.clip(numpy.asarray(delta, dtype=numpy.float64), -_CAP, _CAP)
     return numpy.expm1(clipped) - clipped
@@ -101,13 +95,7 @@ def gap(first: Any, second: Any) -> Gap:
 
 
 def change_between(before: Any, after: Any, prompts: Any) -> GapChange:
-    """Return the change of the mean k3 between two arms that scored the same tokens.
-
-    Args:
-        before: Δ of each token before.
-        after: Δ of each token after.
-        prompts: number of each token's prompt.
-    """
+    """Return the change of the mean k3 between two arms that scored the same tokens."""
     numpy = _numpy()
     difference = k3_of(after) - k3_of(before)
     _, numbers = numpy.unique(numpy.asarray(prompts), return_inverse=True)
@@ -121,12 +109,7 @@ def change_between(before: Any, after: Any, prompts: Any) -> GapChange:
 
 
 def shapley(names: Sequence[str], values: Mapping[frozenset[str], float]) -> dict[str, float]:
-    """Return each name's share of ``values[all] − values[none]``: its mean addition over all orders.
-
-    Args:
-        names: the players; 3 at most are worth the starts that they cost.
-        values: the value of every subset.
-    """
+    """Return each name's share of ``values[all] − values[none]``: its mean addition over all orders."""
     orders = list(itertools.permutations(names))
     shares = dict.fromkeys(names, 0.0)
     for order in orders:

@@ -16,8 +16,6 @@ from typing import Any
 
 from nemo_geomask.errors import EngineError
 
-__all__ = ["capture_engine", "compare_trainer", "stop_trainer", "watch_trainer"]
-
 _LAYERS = ("model.layers", "decoder.layers", "model.language_model.layers", "language_model.model.layers")
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "attention norm": ("input_layernorm",),
@@ -107,10 +105,6 @@ _hooks: list[Any] = []
 def capture_engine(actor: Any, sequence: Sequence[int]) -> States:
     """Return the inputs and outputs of the engine's operators as it reads a sequence as a prompt.
 
-    Args:
-        actor: NeMo-RL's generation worker, in whose process this runs; its engine is a single process and not compiled.
-        sequence: token ids.
-
     Returns:
         By operator: ``[input, output]``, [tokens, width] float32 on the CPU; empty if no hook was called.
     """
@@ -161,8 +155,6 @@ def watch_trainer(actor: Any, states: States, replay: bool) -> None:
     """Hook the trainer's operators for one pass.
 
     Args:
-        actor: NeMo-RL's training worker, in whose process this runs.
-        states: the engine's states of the sequence that the worker is about to score, in its first row.
         replay: give each operator the engine's input in place of its own.
     """
     _captured.clear()
@@ -247,11 +239,7 @@ def _keep_trainer(name: str, length: int) -> Callable[..., None]:
 
 
 def stop_trainer(actor: Any) -> None:
-    """Remove the hooks of :func:`watch_trainer`, and forget what they have kept.
-
-    Args:
-        actor: the worker.
-    """
+    """Remove the hooks of :func:`watch_trainer`, and forget what they have kept."""
     for hook in _hooks:
         hook.remove()
     _hooks.clear()
@@ -263,10 +251,7 @@ def compare_trainer(actor: Any, states: States, experts: int, sequence: Sequence
     """Return how the outputs of the trainer's operators differ from the engine's.
 
     Args:
-        actor: NeMo-RL's training worker, in whose process this runs, after a watched pass.
-        states: the engine's states.
         experts: number of experts that the engine chooses for a token; 0 for a dense model.
-        sequence: token ids of the sequence.
 
     Returns:
         By operator: the mean over tokens of ‖trainer − engine‖ / ‖engine‖; of a router the share of tokens with other

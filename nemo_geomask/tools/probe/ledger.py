@@ -9,8 +9,6 @@ from typing import Any, Literal
 from nemo_geomask.tools.probe.gap_statistics import Gap, GapChange
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch
 
-__all__ = ["NEGLIGIBLE_K3", "OTHER_ORDER", "SIGNIFICANT", "Ledger", "LedgerRow", "Verdict", "verdict_of"]
-
 Verdict = Literal[
     "explains", "contributes", "no effect", "worse", "not effective", "not testable here", "undecided", "not tried"
 ]
@@ -30,7 +28,6 @@ def verdict_of(change: GapChange, adjusted_p: float, before: float, floor: float
     """Return the verdict on a change of the mean k3.
 
     Args:
-        change: the change.
         adjusted_p: its p-value, adjusted for the number of switches.
         before: mean k3 of the baseline.
         floor: largest change between repetitions of the baseline.

@@ -12,8 +12,6 @@ from nemo_geomask.tools.probe.gap_statistics import k3_of
 from nemo_geomask.tools.probe.ledger import NEGLIGIBLE_K3
 from nemo_geomask.tools.probe.scored_arms import FrozenTokens
 
-__all__ = ["LayerDifferences", "PositionBin", "TokenGap", "by_position", "layer_differences", "worst_tokens"]
-
 _ROUNDINGS = 16.0
 """Roundings of the coarser dtype that an operator's output may differ by without standing out."""
 _EPSILONS = {"torch.bfloat16": 2.0**-8, "torch.float16": 2.0**-11, "torch.float32": 2.0**-24}
@@ -106,7 +104,6 @@ def layer_differences(
 
     Args:
         layers: ``layers`` of the start's answer.
-        prefill: the engine's log-probs by prefill, a list for each response.
         dtypes: texts that name the dtypes of both sides' weights; the coarsest counts.
     """
     if layers is None or layers["error"]:
@@ -141,14 +138,7 @@ def _place(name: str) -> tuple[int, int]:
 
 
 def by_position(tokens: FrozenTokens, decode: Any, prefill: Any, trainer: Any) -> tuple[PositionBin, ...]:
-    """Return the mean |Δ| by position in the response, in up to eight bins of equal width.
-
-    Args:
-        tokens: the frozen tokens.
-        decode: the engine's log-probs as decoded, [N].
-        prefill: the engine's log-probs by prefill, [N].
-        trainer: the trainer's log-probs, [N].
-    """
+    """Return the mean |Δ| by position in the response, in up to eight bins of equal width."""
     numpy = require("numpy", "the probe's statistics need", "diagnose")
     end = int(tokens.positions.max()) + 1
     width = -(-end // _BINS)
@@ -164,9 +154,6 @@ def worst_tokens(tokens: FrozenTokens, decode: Any, trainer: Any, texts: Mapping
     """Return the tokens with the largest |Δ|, the largest first.
 
     Args:
-        tokens: the frozen tokens.
-        decode: the engine's log-probs as decoded, [N].
-        trainer: the trainer's log-probs, [N].
         texts: text of each token, by its id as a string.
     """
     numpy = require("numpy", "the probe's statistics need", "diagnose")

@@ -8,15 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
-from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.probe.stored_files import read_json_file, validate
+from nemo_geomask.errors import ConfigError, DataError
+from nemo_geomask.tools.probe.start_store import read_json_file
 from nemo_geomask.tools.shared.flat_settings import differing_keys, flatten_settings
 from nemo_geomask.tools.shared.json_output import write_json_file
 from nemo_geomask.tools.shared.machine import package_versions
-
-__all__ = ["describe_probe", "dotted_settings", "prepare_folder"]
 
 _MARK = "probe.json"
 _UNREAD_SECTIONS = ("data", "env", "logger", "checkpointing")
@@ -27,13 +23,6 @@ _PACKAGES = (
 _MAX_NAMES, _MAX_NAME = 5, 100
 _FOLDERS = ("starts", "work")
 """Folders in which a probe writes: of stored starts, of NeMo-RL's workers."""
-
-
-class _Description(BaseModel):
-    """The description of a probe: values by name, in sections."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, dict[str, Any]]
 
 
 def dotted_settings(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +50,6 @@ def describe_probe(
         recipe_settings: :func:`dotted_settings` of the recipe.
         in_force: values of the same keys in the job; see
             :func:`nemo_geomask.tools.rehearse.hosted_job.values_in_force`.
-        sizes: numbers of prompts, of responses to each, and of processes that train.
         checkout: NeMo-RL's checkout, whose Python files under ``nemo_rl`` are hashed.
         machine: names of the GPUs, or of the processor if there is none.
     """
@@ -82,8 +70,6 @@ def prepare_folder(folder: Path, description: Mapping[str, Any], *, resume: bool
     """Make the folder of a probe, or check that it holds the same one.
 
     Args:
-        folder: the folder.
-        description: from :func:`describe_probe`.
         resume: go on with the probe in the folder.
 
     Raises:
@@ -107,7 +93,8 @@ def prepare_folder(folder: Path, description: Mapping[str, Any], *, resume: bool
                 f"--resume: the probe in {folder} was made by an earlier version of nemo-geomask; give another folder "
                 "to --out"
             )
-        validate(_Description, stored, mark)
+        if not all(isinstance(stored[part], dict) for part in description):
+            raise DataError(f"{mark}: is no file that a probe wrote; remove it, or give another folder to --out")
         if changes := list(_changes(stored, description)):
             raise ConfigError(
                 f"--resume: the probe in {folder} differs in {', '.join(changes)}. Its scores can't be compared with "

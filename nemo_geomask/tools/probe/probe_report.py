@@ -18,8 +18,6 @@ from nemo_geomask.tools.shared.json_output import JSON_VERSION
 from nemo_geomask.tools.shared.palette import BLUE, VERMILION
 from nemo_geomask.tools.shared.terminal_tables import ABSENT, format_table
 
-__all__ = ["as_json", "as_text", "location_lines", "recipe_lines", "sentence", "write_html"]
-
 _COLUMNS = (
     "switch",
     "was → tried",

@@ -14,18 +14,10 @@ from nemo_geomask.tools.probe.attribution import attribute_mismatch
 from nemo_geomask.tools.probe.engine_scores import PROCESSOR
 from nemo_geomask.tools.probe.free_checks import FreeCheck, free_checks
 from nemo_geomask.tools.probe.ledger import Ledger, LedgerRow
-from nemo_geomask.tools.probe.locations import (
-    LayerDifferences,
-    PositionBin,
-    TokenGap,
-    by_position,
-    worst_tokens,
-)
+from nemo_geomask.tools.probe.locations import LayerDifferences, PositionBin, TokenGap, by_position, worst_tokens
 from nemo_geomask.tools.probe.scored_arms import BASE
 from nemo_geomask.tools.probe.start_store import Launcher, StartStore
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch, mismatch_switches
-
-__all__ = ["ADAPTER_KEYS", "COMMON_SETTINGS", "ProbeResult", "choose_switches", "probe"]
 
 COMMON_SETTINGS: Mapping[str, Any] = {
     # Replays need the processor in all arms: with a processor, recent vLLM uses another model runner.
@@ -168,20 +160,13 @@ def probe(
     """Find the switches behind a recipe's mismatch.
 
     Args:
-        recipe: path of the recipe.
-        overrides: its overrides.
-        launcher: starts NeMo-RL's workers for the recipe.
-        switches: switches to try.
-        untried_rows: rows of switches that can't be tried.
         values: values that are in force, by dotted key.
-        folder: folder of the probe, as :func:`nemo_geomask.tools.probe.probe_folder.prepare_folder` makes it.
         prompts: number of prompts; half of them confirm what the other half shows.
         generations: responses to each prompt.
         budget: seconds after which no further start is begun.
         replaced: the recipe's own values of those keys that have another one here.
         unprobed: parts of the recipe that the workers of the probe do not have.
         replaces_engines: True if an engine can be replaced in its process.
-        progress: called with a line before each start.
 
     Raises:
         EngineError: the recipe can't be scored with its own settings.

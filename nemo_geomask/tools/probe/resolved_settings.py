@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["engine_settings", "flatten", "trainer_models", "trainer_settings", "watch_forward"]
-
 _DEPTH = 5
 _PRIMITIVES = (bool, int, float, str, type(None))
 
@@ -22,8 +20,6 @@ def flatten(value: Any, prefix: str = "", depth: int = _DEPTH) -> Iterator[tuple
     """Yield dotted names and texts of the plain values in nested objects, mappings and lists.
 
     Args:
-        value: an object.
-        prefix: its name.
         depth: levels of attributes that are entered; what lies deeper, and callables, are left out.
     """
     if isinstance(value, enum.Enum):
@@ -42,9 +38,6 @@ def flatten(value: Any, prefix: str = "", depth: int = _DEPTH) -> Iterator[tuple
 
 def engine_settings(actor: Any) -> dict[str, str]:
     """Return what an engine of NeMo-RL's generation worker runs with.
-
-    Args:
-        actor: the worker, in whose process this runs.
 
     Returns:
         By dotted name: vLLM's resolved configuration, and of the first process of the engine the dtypes of weights and
@@ -76,11 +69,7 @@ _watched: list[Any] = []
 
 
 def watch_forward(actor: Any) -> None:
-    """Start counting the shapes of the trainer's forward passes, and forget earlier ones.
-
-    Args:
-        actor: NeMo-RL's training worker, in whose process this runs.
-    """
+    """Start counting the shapes of the trainer's forward passes, and forget earlier ones."""
     _forward.clear()
     if not _watched:
         for model in trainer_models(actor):
@@ -104,9 +93,6 @@ def _count_forward(module: Any, args: Any, kwargs: Any, output: Any) -> None:
 
 def trainer_settings(actor: Any) -> dict[str, str]:
     """Return what NeMo-RL's training worker runs with.
-
-    Args:
-        actor: the worker, in whose process this runs.
 
     Returns:
         By dotted name: the model's own configuration, dtypes and shards of its weights, active dropout, and the forward

@@ -9,8 +9,6 @@ from typing import Any
 from nemo_geomask.errors import DataError
 from nemo_geomask.optional import require
 
-__all__ = ["BASE", "EXCLUDED", "FrozenTokens", "differing_settings"]
-
 BASE = "base"
 """Name of the request that every start has: all sequences at once, with the recipe's options."""
 
@@ -70,10 +68,6 @@ class FrozenTokens:
     def flat(self, logprobs: Sequence[Sequence[float]], source: str) -> Any:
         """Return the log-probs of a request as one vector, [N] float64; -inf becomes :data:`EXCLUDED`.
 
-        Args:
-            logprobs: a list for each response.
-            source: name of the request, for the error.
-
         Raises:
             DataError: another number of tokens than were frozen, or a value that is NaN or +inf.
         """
@@ -97,8 +91,6 @@ def differing_settings(
     """Return what the resolved settings of two starts differ in, as (before, after) by name.
 
     Args:
-        before: resolved settings of the baseline.
-        after: those of an arm.
         ignored: names that differ between two starts with the same settings.
     """
     names = sorted((before.keys() | after.keys()) - ignored)

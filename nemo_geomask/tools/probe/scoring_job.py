@@ -20,19 +20,17 @@ from typing import Any
 
 from nemo_geomask.errors import ConfigError, EngineError
 from nemo_geomask.tools.probe import engine_scores, layer_states, resolved_settings
-from nemo_geomask.tools.probe.adapters import fill_adapters
-from nemo_geomask.tools.probe.engine_restart import restart_engine
 from nemo_geomask.tools.probe.trainer_scores import (
     batch_of,
+    call,
+    call_all,
+    fill_adapters,
     replaced_settings,
     sample_by_trainer,
     trainer_scores,
     whole_batches,
 )
-from nemo_geomask.tools.probe.worker_calls import call, call_all
 from nemo_geomask.tools.shared.json_output import write_json_file
-
-__all__ = ["FUNCTION", "Session", "refit", "score"]
 
 FUNCTION = f"{__name__}:score"
 """Name of :func:`score` for the process that starts NeMo-RL."""
@@ -43,16 +41,7 @@ _TICK = 0.1  # seconds between looks for the next job
 def score(
     *, policy: Any, policy_generation: Any, master_config: Any, tokenizer: Any, file: Path, **arguments: Any
 ) -> None:
-    """Score the frozen sequences with the workers of NeMo-RL, and write the answers of one job after the other.
-
-    Args:
-        policy: NeMo-RL's policy.
-        policy_generation: NeMo-RL's vLLM.
-        master_config: the recipe as NeMo-RL has read it.
-        tokenizer: its tokenizer.
-        file: the first job's file.
-        arguments: the other arguments of NeMo-RL's training function.
-    """
+    """Score the frozen sequences with the workers of NeMo-RL, and write the answers of one job after the other."""
     config = master_config if isinstance(master_config, Mapping) else vars(master_config)
     session = Session(policy, policy_generation, config, tokenizer, arguments)
     next_file: Path | None = file
@@ -68,13 +57,6 @@ def score(
 
 class Session:
     """NeMo-RL's workers, and what they answer to jobs.
-
-    Args:
-        policy: NeMo-RL's policy.
-        generation: NeMo-RL's vLLM.
-        config: the recipe.
-        tokenizer: NeMo-RL's tokenizer.
-        arguments: the other arguments of NeMo-RL's training function.
 
     Raises:
         ConfigError: vLLM's synchronous engine does not run.
@@ -99,7 +81,7 @@ class Session:
         if job["engine"] is not None:
             with _timed(seconds, "engine"):
                 for actor in self.actors:
-                    call(actor, restart_engine, job["engine"])
+                    call(actor, engine_scores.restart_engine, job["engine"])
                 self.generation.prepare_refit_info(self.policy.prepare_refit_info())
         with _timed(seconds, "refit"):
             refit(self)
@@ -159,10 +141,6 @@ class Session:
         """Replace every second response by one that the trainer samples.
 
         A sampler's own tokens are those that it finds likely: what the engine has excluded, only the trainer samples.
-
-        Args:
-            frozen: the sequences that the engine has sampled; ``by_trainer`` says of each whether the trainer has, and
-                ``trainer_error`` why it has not; empty if it has.
         """
         count = len(frozen["sequences"])
         chosen = range(1, count, 2)

@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_geomask.errors import DataError
-from nemo_geomask.tools.probe.stored_files import Content, Frozen, read_json_file, validate
+from nemo_geomask.recipe.input_limits import open_regular_file
 from nemo_geomask.tools.shared.json_output import write_json_file
-
-__all__ = ["Launcher", "LauncherOutcome", "Start", "StartAnswer", "StartStore"]
 
 _ERRORS_KEPT = 2000  # characters
 _NAME_KEPT = 80  # characters: names of many switches exceed what a file system takes
 _STATES = 3  # sequences whose hidden states are compared
 
 
-class LauncherOutcome(Protocol):
-    """Outcome of a start."""
-
-    @property
-    def error(self) -> str:
-        """Last error; empty if the job ended well."""
-
-    @property
-    def is_timeout(self) -> bool:
-        """True if the time limit was reached; such a start is run again by the next probe."""
-
-    @property
-    def events(self) -> tuple[Mapping[str, Any], ...]:
-        """Events of the driver, with ``weights`` events after each refit."""
-
-
-Launcher = Callable[..., LauncherOutcome]
+Launcher = Callable[..., Any]
 """Runs a job with NeMo-RL's workers: called with the job, ``name``, ``settings`` and ``is_fresh``, as
-:class:`~nemo_geomask.tools.rehearse.job_session.JobSession` is."""
+:class:`~nemo_geomask.tools.rehearse.hosted_job.JobSession` is. It returns the last ``error``, empty if the job ended
+well; ``is_timeout``; and the driver's ``events``, with ``weights`` after each refit."""
+
+_MAX_BYTES = 2**30
+"""Of one file. The scores of 64 prompts with 8,000 tokens each take 400 MB under thirty requests."""
 
 
 @dataclass(frozen=True)
@@ -83,20 +70,13 @@ class StartAnswer:
 
     error: str
     scores: Mapping[str, Any]
-    weights: tuple[str, ...] | None
+    weights: Sequence[str] | None
     sent: str
     seconds: float
 
 
 class StartStore:
-    """Folder with the frozen sequences and one file of scores for each start.
-
-    Args:
-        folder: the folder.
-        launcher: starts the workers.
-        prompts: number of prompts.
-        generations: number of responses to each.
-    """
+    """Folder with the frozen sequences and one file of scores for each start."""
 
     def __init__(self, folder: Path, launcher: Launcher, *, prompts: int, generations: int) -> None:
         self._folder = folder
@@ -121,13 +101,15 @@ class StartStore:
             DataError: the file is not one that a probe of this size writes.
             InputLimitError: it is no regular file.
         """
-        content: dict[str, Any] = read_json_file(self.frozen_file)
-        validate(Frozen, content, self.frozen_file)
-        if set(content["prompts"]) != set(range(self._sizes["prompts"])):
-            raise DataError(
-                f"{self.frozen_file}: does not have the {self._sizes['prompts']} prompts of this probe; give another "
-                "folder to --out"
-            )
+        content = read_json_file(self.frozen_file)
+        with _stored(self.frozen_file):
+            names = ("sequences", "prompt_lengths", "prompts", "sampled", "by_trainer")
+            fits = len({len(content[name]) for name in names}) == 1
+            count = self._sizes["prompts"]
+            if not fits or set(content["prompts"]) != set(range(count)):
+                raise DataError(
+                    f"{self.frozen_file}: does not have the {count} prompts of this probe; give another folder to --out"
+                )
         return content
 
     def has(self, start: Start) -> bool:
@@ -155,16 +137,18 @@ class StartStore:
             content, digest = None, ""
         if _digest(content) != digest:
             raise DataError(f"{file} does not have its own hash; it was changed or cut. Delete it to run it again")
-        validate(Content, content, file)
-        if content["error"]:
-            return _answer_of(content)
+        with _stored(file):
+            if not content["error"]:
+                self._check_scores(start, content, file)
+            return StartAnswer(**{name: content[name] for name in ("error", "scores", "weights", "sent", "seconds")})
+
+    def _check_scores(self, start: Start, content: Mapping[str, Any], file: Path) -> None:
         if content["frozen"] != _digest(self.frozen()):
             raise DataError(f"{file} was scored on other sequences than {self.frozen_file}; delete it to run it again")
         scores = content["scores"]
         missing = [*(start.decode.keys() - scores["decode"].keys()), *(start.trainer.keys() - scores["trainer"].keys())]
         if missing:
             raise DataError(f"{file} has no scores of {', '.join(sorted(missing))}; delete it to run it again")
-        return _answer_of(content)
 
     def _file(self, start: Start) -> Path:
         return self._folder / "starts" / f"{start.file_name}.json"
@@ -217,15 +201,37 @@ class StartStore:
         return None
 
 
-def _answer_of(content: Mapping[str, Any]) -> StartAnswer:
-    weights = content["weights"]
-    return StartAnswer(
-        content["error"],
-        content["scores"],
-        None if weights is None else tuple(weights),
-        content["sent"],
-        content["seconds"],
-    )
+def read_json_file(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of the probe.
+
+    Raises:
+        InputLimitError: it is no regular file.
+        DataError: it can't be read, is larger than 1 GiB, or is not JSON.
+    """
+    try:
+        with open_regular_file(path) as file:
+            if os.fstat(file.fileno()).st_size > _MAX_BYTES:
+                raise DataError(f"{path}: has more than {_MAX_BYTES:,} bytes, so no probe wrote it; remove it")
+            # Every file of a probe is an object. A hole in a file begins with null characters, and is not read.
+            text = b"{" + file.read() if file.read(1) == b"{" else b""
+    except OSError as error:
+        raise DataError(f"{path}: can't be read: {error.strerror or error}") from None
+    try:
+        content: dict[str, Any] = json.loads(text)
+    except (ValueError, RecursionError, MemoryError) as error:
+        reason = str(error)[:200] if isinstance(error, ValueError) else type(error).__name__
+        raise DataError(f"{path}: not JSON: {reason}; remove it, or give another folder to --out") from None
+    return content
+
+
+@contextlib.contextmanager
+def _stored(path: Path) -> Iterator[None]:
+    """Raise DataError for a file that lacks what a probe writes. Its hash tells what was changed by accident alone."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise DataError(f"{path}: is no file that a probe wrote: {reason}; remove it, or give another --out") from None
 
 
 def _digest(content: Any) -> str:

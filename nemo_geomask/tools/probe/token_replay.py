@@ -18,19 +18,11 @@ from typing import Any
 from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.tools.probe.engine_scores import REPLAY
 
-__all__ = ["TokenReplay"]
-
 _Processor: Any = importlib.import_module("vllm.v1.sample.logits_processor").LogitsProcessor
 
 
 class TokenReplay(_Processor):  # type: ignore[misc, unused-ignore]
-    """Keeps the given tokens of the requests in the batch; it changes no logits.
-
-    Args:
-        vllm_config: not used.
-        device: not used.
-        is_pin_memory: not used.
-    """
+    """Keeps the given tokens of the requests in the batch; it changes no logits."""
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         # By row of the batch: the tokens to decode, and the engine's own list of those decoded so far.
@@ -65,11 +57,7 @@ class TokenReplay(_Processor):  # type: ignore[misc, unused-ignore]
                 self._requests[source] = replaced
 
     def given_tokens(self, rows: int) -> dict[int, int]:
-        """Return the next token of each row that has one.
-
-        Args:
-            rows: number of rows in the batch.
-        """
+        """Return the next token of each row that has one."""
         return {
             row: tokens[len(decoded)]
             for row, (tokens, decoded) in self._requests.items()

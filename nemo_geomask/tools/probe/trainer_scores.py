@@ -1,36 +1,46 @@
-"""Log-probs of given tokens by a trainer, and samples of its own.
+"""What a probe asks of a trainer: log-probs of given tokens, samples of its own, and values for its adapters.
 
-NeMo-RL's ``get_logprobs`` gives the former and its ``get_topk_logits`` the latter, as they do in training.
+NeMo-RL's ``get_logprobs`` gives the log-probs and its ``get_topk_logits`` the samples, as they do in training. A new
+adapter (LoRA) changes nothing until it was trained, since its second matrix is zero; with values, an adapter that a
+refit does not deliver shows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.tools.probe import resolved_settings
-from nemo_geomask.tools.probe.worker_calls import call, call_all
-
-__all__ = ["batch_of", "replaced_settings", "sample_by_trainer", "trainer_scores", "whole_batches"]
 
 _SAMPLING = ("temperature", "top_p", "top_k")
 """Options that are sampling parameters, which NeMo-RL's trainers apply to the logits as the engine does."""
 _MOST_LOGITS = 4096  # of a position; all of them for the vocabulary of a tiny model
 _SEED = 20261
+_RAY_TIMEOUT = 3600.0  # seconds
+_SECOND_MATRIX = re.compile(r"(lora_(\w+_)?B|adapter\.linear_out)(\.weight)?$")
+"""Name of the matrix that begins as zero, in Automodel's adapters, also of experts, and in Megatron-Bridge's."""
+_STANDARD_DEVIATION = 0.1
+
+
+def call(worker: Any, function: Any, *args: Any) -> Any:
+    """Call a function in a worker's process, with the worker as its first argument."""
+    return call_all([worker], function, *args)[0]
+
+
+def call_all(workers: Sequence[Any], function: Any, *args: Any) -> list[Any]:
+    """Call a function in the processes of all workers at once, with each worker as its first argument."""
+    calls = [worker.__ray_call__.remote(function, *args) for worker in workers]
+    return list(importlib.import_module("ray").get(calls, timeout=_RAY_TIMEOUT))
 
 
 def batch_of(config: Mapping[str, Any], tokenizer: Any, frozen: Mapping[str, Any]) -> Any:
-    """Return sequences as a batch of NeMo-RL's, padded on the right.
-
-    Args:
-        config: the recipe's ``policy``.
-        tokenizer: NeMo-RL's tokenizer.
-        frozen: ``sequences``, token ids of prompt and response; ``prompt_lengths``.
-    """
+    """Return sequences as a batch of NeMo-RL's, padded on the right."""
     torch = importlib.import_module("torch")
     batches = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
     sequences, prompt_lengths = frozen["sequences"], frozen["prompt_lengths"]
@@ -52,10 +62,6 @@ def trainer_scores(
     """Return the trainer's log-probs of the responses.
 
     Args:
-        policy: NeMo-RL's policy.
-        config: the recipe's ``policy``.
-        tokenizer: NeMo-RL's tokenizer.
-        frozen: the frozen sequences.
         options: ``reversed``, True for the last sequence first; other keys replace sampling parameters, or settings of
             ``policy`` such as ``logprob_batch_size``, in all workers for this request.
 
@@ -83,13 +89,7 @@ def trainer_scores(
 
 
 def whole_batches(count: int, policy: Any, config: Mapping[str, Any]) -> int:
-    """Return the smallest number of rows, at least ``count``, of which every worker computes whole batches.
-
-    Args:
-        count: number of rows that are needed.
-        policy: NeMo-RL's policy.
-        config: the recipe's ``policy``.
-    """
+    """Return the smallest number of rows, at least ``count``, of which every worker computes whole batches."""
     multiple = len(policy.worker_group.workers) * int(config["logprob_batch_size"])
     return -(-count // multiple) * multiple
 
@@ -99,10 +99,6 @@ def replaced_settings(workers: Sequence[Any], settings: Mapping[str, Any]) -> It
     """Replace settings of the training workers within the context, in which excluded tokens have a log-prob of -inf.
 
     NeMo-RL sets the log-prob of a token that top-p or top-k excludes to 0, so that the loss leaves it out.
-
-    Args:
-        workers: NeMo-RL's training workers.
-        settings: sampling parameters, and top-level settings of ``policy``, by name.
     """
     before = call_all(workers, _replace_settings, settings)[0]
     call_all(workers, _keep_excluded)
@@ -156,13 +152,6 @@ def sample_by_trainer(
 
     Each token costs a forward pass over all sequences.
 
-    Args:
-        policy: NeMo-RL's policy.
-        config: the recipe's ``policy``.
-        tokenizer: NeMo-RL's tokenizer.
-        prompts: token ids of each prompt.
-        vocabulary: number of token ids; columns from there on are padding.
-
     Returns:
         The sequences, each a prompt and its response, and the log-probs of each response. A response ends with a stop
         token, or at ``policy.generation.max_new_tokens``.
@@ -214,3 +203,23 @@ def _distribution(logits: Any, ids: Any, vocabulary: int, generation: Mapping[st
     full[ids[is_token]] = logits[is_token].float()
     kept, _ = apply_filter(full[None], generation.get("top_k"), generation.get("top_p", 1.0))
     return kept[0].double().log_softmax(-1)
+
+
+def fill_adapters(actor: Any) -> int:
+    """Fill the second matrices of a training worker's adapters with noise, and return their number.
+
+    A matrix, or this worker's shard of it, gets values that depend on its name and shape alone: the same ones in every
+    start with the same layout.
+    """
+    torch = importlib.import_module("torch")
+    count = 0
+    with torch.no_grad():
+        for model in resolved_settings.trainer_models(actor):
+            for name, parameter in model.named_parameters():
+                if _SECOND_MATRIX.search(name):
+                    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                    noise = torch.randn(local.shape, generator=generator)
+                    local.copy_(_STANDARD_DEVIATION * noise)
+                    count += 1
+    return count

@@ -11,8 +11,6 @@ from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_FIELDS
 from nemo_geomask.tools.check import RecipeFacts
 
-__all__ = ["TOLERANCE", "Comparison", "compare", "control_overrides", "settings_of_ours_alone"]
-
 TOLERANCE = 1e-5
 """Largest relative difference between metrics that count as equal."""
 _ROUNDING = {"gen_kl_error": 2.0**-24, "loss": 2.0**-24}
@@ -66,7 +64,6 @@ def settings_of_ours_alone(facts: RecipeFacts, *, score_function: bool = True) -
     """Return the settings of the recipe's loss that NeMo-RL's loss does not have, as ``key: value``.
 
     Args:
-        facts: the recipe.
         score_function: from :func:`~nemo_geomask.hosts.nemo_rl.facts.has_kl_score_function`.
     """
     if facts.trains_nemo_rl_loss:

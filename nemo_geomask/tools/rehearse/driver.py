@@ -6,25 +6,27 @@ Without GPUs, this module starts a Ray that claims to have some; with GPUs, NeMo
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
+import importlib.util
+import inspect
 import json
 import os
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.hosts.nemo_rl.launch import launch
 from nemo_geomask.tools.rehearse.event_hooks import patches
 from nemo_geomask.tools.rehearse.event_log import Events
-from nemo_geomask.tools.rehearse.job_hooks import in_place_of_training
 from nemo_geomask.tools.rehearse.launch_environment import SETTINGS
 from nemo_geomask.tools.rehearse.plan import TEACHER
 from nemo_geomask.tools.rehearse.tiny_models import TinyModel, write_model
-
-__all__ = ["main"]
 
 _ENVIRONMENT = "nemo_geomask.tools.rehearse.even_words.EvenWords"
 _PR_SET_PDEATHSIG = 1
@@ -32,9 +34,6 @@ _PR_SET_PDEATHSIG = 1
 
 def main(script: str) -> int:
     """Run NeMo-RL's script with event hooks.
-
-    Args:
-        script: path of the script; its arguments are in ``sys.argv``.
 
     Returns:
         0, or 1 after an error, which is logged as an event.
@@ -101,6 +100,38 @@ def _start_ray_without_gpus(gpu_count: int, folder: str) -> None:
     )
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     patch.attribute(cluster, "init_ray", lambda original: lambda *args, **kwargs: None).apply()
+
+
+_TRAINERS = (
+    ("nemo_rl.algorithms.grpo", "grpo_train"),
+    ("nemo_rl.algorithms.grpo", "async_grpo_train"),
+    ("nemo_rl.algorithms.grpo_sync", "grpo_train_sync"),
+)
+"""Training functions of NeMo-RL's GRPO scripts, in the versions that have them."""
+
+
+def in_place_of_training(function: str, file: str) -> Iterator[patch.Patch]:
+    """Yield patches by which NeMo-RL's training functions run a job.
+
+    Args:
+        function: ``module:function``; it is called with the training function's arguments, by name, and ``file``.
+    """
+    module_name, _, name = function.partition(":")
+    job = getattr(importlib.import_module(module_name), name)
+    for module, trainer in _TRAINERS:
+        if importlib.util.find_spec(module) is not None:
+            owner = importlib.import_module(module)
+            yield patch.attribute(owner, trainer, functools.partial(_hosting, job, Path(file)))
+
+
+def _hosting(job: Callable[..., None], file: Path, trainer: Callable[..., Any]) -> Callable[..., None]:
+    signature = inspect.signature(trainer)
+
+    @functools.wraps(trainer)
+    def run(*args: Any, **kwargs: Any) -> None:
+        job(**signature.bind(*args, **kwargs).arguments, file=file)
+
+    return run
 
 
 if __name__ == "__main__":

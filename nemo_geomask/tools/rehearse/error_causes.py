@@ -6,8 +6,6 @@ import importlib.metadata
 import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["CAUSES", "MEMORY", "likely_cause", "plugin_module"]
-
 MEMORY = "this machine's memory"
 
 CAUSES: Sequence[tuple[str, str, str]] = (
@@ -94,10 +92,8 @@ def likely_cause(
     """Return the setting that is likely behind an error, and what to do.
 
     Args:
-        text: the error with its tracebacks, in which the patterns of :data:`CAUSES` are searched.
         error: the line of the error itself. A setting whose last part it names, or whose text value it quotes, takes
             precedence over the patterns.
-        settings: the recipe's settings, by dotted key.
 
     Returns:
         The setting and the way out, or None for the way out if the error itself says it; None if no cause is known.

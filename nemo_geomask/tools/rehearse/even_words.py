@@ -10,8 +10,6 @@ import torch
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.environments.interfaces import EnvironmentReturn
 
-__all__ = ["NAME", "EvenWords", "collate_with_agents"]
-
 NAME = "nemo_geomask_rehearsal"
 
 

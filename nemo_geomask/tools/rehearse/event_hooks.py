@@ -17,8 +17,6 @@ from nemo_geomask.records.writer import Recorder
 from nemo_geomask.tools.rehearse import loss_calls, weight_sums
 from nemo_geomask.tools.rehearse.event_log import Events, stage_of
 
-__all__ = ["patches"]
-
 _RAY_TIMEOUT = 60.0  # seconds
 _VALIDATION_SEED = 1 << 20
 # In this process: policies whose workers train, samplers that get the weights, and recorders of steps.
@@ -40,7 +38,6 @@ def patches(events: Events, *, controller: bool = False, first_seed: int | None 
     """Yield patches that log what NeMo-RL does in this process; each calls the original.
 
     Args:
-        events: the log.
         controller: True if NeMo-RL's single controller, a process of its own, runs the loop; it is patched too.
         first_seed: seed of the samplers' generators at the first batch, one more at each batch, so that a resumed run
             draws the same samples; None: the generators are not seeded.

@@ -19,8 +19,6 @@ from nemo_geomask.tools.rehearse.error_causes import plugin_module
 from nemo_geomask.tools.rehearse.mismatch_check import NONFINITE, Mismatch
 from nemo_geomask.tools.rehearse.run_outcome import RunFailure
 
-__all__ = ["CONDITIONS", "RunEvidence", "unmet_conditions"]
-
 _LOST_RECORD = re.compile(
     r"records: step \d+ (?:lost|is without curr)(?: \(\d+ so far\) on the way to [^:]*)?(?:: )?(.*)"
 )

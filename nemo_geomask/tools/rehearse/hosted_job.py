@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,25 +23,12 @@ from nemo_geomask.tools.rehearse.launch_environment import has_automodel, has_fp
 from nemo_geomask.tools.rehearse.plan import Plan, plan
 from nemo_geomask.tools.rehearse.rehearsal import driver_command, has_gpus, nemo_rl_checkout
 from nemo_geomask.tools.rehearse.run_outcome import innermost_error, without_colours
-from nemo_geomask.tools.rehearse.setting_change import Change
+from nemo_geomask.tools.rehearse.setting_changes import Change
 from nemo_geomask.tools.rehearse.supervision import supervised
 from nemo_geomask.tools.rehearse.tiny_models import write_prompts
+from nemo_geomask.tools.shared.json_output import write_json_file
 
-__all__ = ["HostedJob", "JobOutcome", "make_empty", "reads_key", "run_job", "values_in_force"]
-
-
-@dataclass(frozen=True)
-class HostedJob:
-    """A function that is run in place of training, and its settings.
-
-    Attributes:
-        function: ``module:function``; it is called with the arguments of NeMo-RL's training function, by name, and
-            ``file``.
-        file: path of the job's own settings.
-    """
-
-    function: str
-    file: Path
+_TICK = 0.1  # seconds between looks for the answer
 
 
 @dataclass(frozen=True)
@@ -72,7 +61,8 @@ def make_empty(folder: Path) -> None:
 def run_job(
     recipe: str | Path,
     overrides: Sequence[str],
-    job: HostedJob,
+    function: str,
+    file: Path,
     *,
     folder: Path,
     settings: Mapping[str, Any] | None = None,
@@ -83,15 +73,11 @@ def run_job(
     """Run a job with NeMo-RL's workers for a small version of a recipe.
 
     Args:
-        recipe: path of the recipe.
-        overrides: overrides of the recipe; the rehearsal's own changes come after them.
-        job: the job.
+        function: ``module:function`` that is called in place of training, with the arguments of NeMo-RL's training
+            function, by name, and ``file``.
         folder: folder for model, log and events; what it holds is deleted.
         settings: values by dotted key that come after the rehearsal's changes, and so are in force. A mapping replaces
             the one that is there.
-        ranks: largest number of processes that train.
-        timeout: time limit in seconds.
-        every_tick: called several times a second; the job ends with what it raises.
 
     Raises:
         ConfigError: the recipe can't be read or rehearsed, or there is no NeMo-RL.
@@ -107,9 +93,8 @@ def run_job(
     command = driver_command(script, facts.recipe.path, (*overrides, *planned.overrides))
     for key, value in (settings or {}).items():
         command += Change(key, value, delete=isinstance(value, dict)).overrides
-    launch = launch_environment(
-        folder, checkout, planned, gpus=gpus, own_environment=False, job=(job.function, str(job.file))
-    )
+    job = (function, str(file))
+    launch = launch_environment(folder, checkout, planned, gpus=gpus, own_environment=False, job=job)
     with launch as environment:
         status = supervised(
             command,
@@ -130,12 +115,6 @@ def values_in_force(
 
     Both are by dotted key; keys that nobody sets are absent. The third item are the parts of the recipe that the job's
     workers do not have.
-
-    Args:
-        recipe: path of the recipe.
-        overrides: overrides of the recipe.
-        keys: dotted keys.
-        ranks: largest number of processes that train.
 
     Raises:
         ConfigError: the recipe can't be read or rehearsed, or there is no NeMo-RL.
@@ -190,3 +169,131 @@ def _error_of(events: Sequence[Mapping[str, Any]], status: int | None, timeout: 
     if not any(event["kind"] == "done" for event in events):
         return f"the driver ended with status {status}, and left no error; the log is {log}"
     return ""
+
+
+class JobSession:
+    """Starts NeMo-RL's workers when a job needs them, and keeps them for further jobs.
+
+    The driver runs a function that answers jobs: a job's file is JSON; ``out`` names the file of its answer, and
+    ``more`` the file of the next job, for which the function waits.
+
+    Args:
+        function: ``module:function`` that answers jobs in the driver.
+        folder: folder for models, logs and jobs.
+    """
+
+    def __init__(
+        self,
+        recipe: str | Path,
+        overrides: Sequence[str],
+        function: str,
+        *,
+        folder: Path,
+        ranks: int = 1,
+        timeout: float = 600.0,
+    ) -> None:
+        self._recipe, self._overrides, self._function = recipe, tuple(overrides), function
+        self._folder, self._ranks, self._timeout = folder, ranks, timeout
+        self._settings: Mapping[str, Any] = {}
+        self._work = self._jobs = folder
+        self._jobs_sent = 0
+        self._thread: threading.Thread | None = None
+        self._is_stopped = threading.Event()
+        self._outcome: JobOutcome | BaseException | None = None
+        self.workers_started = 0
+        """Number of times that the workers were started."""
+
+    def __call__(
+        self, job: Mapping[str, Any], *, name: str, settings: Mapping[str, Any], is_fresh: bool = True
+    ) -> JobOutcome:
+        """Run a job and wait for its answer.
+
+        Args:
+            name: name of the workers' folder, if they are started.
+            settings: settings of the workers by dotted key, as for :func:`run_job`.
+            is_fresh: start new workers for it; else those that run with the same settings are used, if there are any.
+
+        Returns:
+            The outcome; its events are those since the workers' start. After an error or a timeout no worker runs.
+
+        Raises:
+            ConfigError: the recipe can't be read or rehearsed, or there is no NeMo-RL.
+            EngineError: a process could not be ended.
+        """
+        deadline = time.monotonic() + self._timeout
+        try:
+            if is_fresh or self._thread is None or not self._thread.is_alive() or settings != self._settings:
+                self.close()
+                self._begin(name, settings)
+            self._send(job)
+            return self._wait(Path(job["out"]), deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the workers, if any run. Answers are complete by then, so that nothing has to be waited for."""
+        self._is_stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if isinstance(self._outcome, BaseException) and not isinstance(self._outcome, _Stopped):
+            error, self._outcome = self._outcome, None
+            raise error
+
+    def _begin(self, name: str, settings: Mapping[str, Any]) -> None:
+        self._work, self._jobs = self._folder / name, self._folder / f"{name}.jobs"
+        if self._folder.is_symlink():
+            raise ConfigError(f"{self._folder} is a link, and what is there would be deleted; remove the link")
+        make_empty(self._jobs)
+        self._settings, self._jobs_sent, self._outcome = dict(settings), 0, None
+        self._is_stopped.clear()
+        self.workers_started += 1
+        self._thread = threading.Thread(target=self._run, name=f"workers {name}")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._outcome = run_job(
+                *(self._recipe, self._overrides, self._function, self._job_file(0)),
+                folder=self._work,
+                settings=self._settings,
+                ranks=self._ranks,
+                timeout=float("inf"),
+                every_tick=self._end_if_stopped,
+            )
+        except BaseException as error:  # raised again in the thread that waits
+            self._outcome = error
+
+    def _end_if_stopped(self) -> None:
+        if self._is_stopped.is_set():
+            raise _Stopped
+
+    def _job_file(self, number: int) -> Path:
+        return self._jobs / f"{number}.json"
+
+    def _send(self, job: Mapping[str, Any]) -> None:
+        file = self._job_file(self._jobs_sent)
+        self._jobs_sent += 1
+        write_json_file(file, {**job, "more": str(self._job_file(self._jobs_sent))})
+
+    def _wait(self, out: Path, deadline: float) -> JobOutcome:
+        assert self._thread is not None
+        while not out.is_file():
+            if not self._thread.is_alive():
+                outcome = self._outcome
+                if isinstance(outcome, JobOutcome) and not out.is_file():
+                    return outcome
+                self.close()
+            if time.monotonic() > deadline:
+                self.close()
+                return JobOutcome(f"not done after {self._timeout:.0f} s", True, self._events())
+            time.sleep(_TICK)
+        return JobOutcome("", False, self._events())
+
+    def _events(self) -> tuple[Mapping[str, Any], ...]:
+        return tuple(read_events(self._work / "events.jsonl"))
+
+
+class _Stopped(Exception):
+    """The workers are to end; raised in the thread that supervises them."""

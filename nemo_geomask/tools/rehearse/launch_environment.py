@@ -18,11 +18,9 @@ from pathlib import Path
 import nemo_geomask
 from nemo_geomask.recipe import ROOT_VARIABLE
 from nemo_geomask.tools.check import RecipeFacts
-from nemo_geomask.tools.rehearse.cpu_settings import wants_fp8_cache
 from nemo_geomask.tools.rehearse.cpu_shims.nemo_rl_shim import IDENTITY
 from nemo_geomask.tools.rehearse.plan import Plan
-
-__all__ = ["SETTINGS", "has_automodel", "has_fp8_cache", "launch_environment", "supports_fp8_cache"]
+from nemo_geomask.tools.rehearse.setting_changes import wants_fp8_cache
 
 SETTINGS = "NEMO_GEOMASK_REHEARSAL_SETTINGS"
 """Environment variable with the path of the rehearsal's settings, a JSON file."""
@@ -53,7 +51,7 @@ def launch_environment(
 ) -> Iterator[dict[str, str]]:
     """Write the driver's files and yield its environment variables; files outside ``folder`` are removed at the end.
 
-    ``job``: function and file of a :class:`~nemo_geomask.tools.rehearse.hosted_job.HostedJob`; None trains.
+    ``job``: function and file of :func:`~nemo_geomask.tools.rehearse.hosted_job.run_job`; None trains.
     """
     identity = uuid.uuid4().hex[:12]
     # A short path: Ray makes sockets in it, and the path of a socket has at most 107 bytes.
@@ -104,10 +102,7 @@ def launch_environment(
     variables["PYTHONPATH"] = os.pathsep.join([*path, *user_paths])
     try:
         # These would hide the GPUs that Ray claims to have, or make it join another cluster.
-        unset = {
-            "CUDA_VISIBLE_DEVICES",
-            "RAY_ADDRESS",
-        }
+        unset = {"CUDA_VISIBLE_DEVICES", "RAY_ADDRESS"}
         kept = {name: value for name, value in os.environ.items() if gpus or name not in unset}
         yield {**kept, **variables}
     finally:

@@ -14,26 +14,17 @@ from nemo_geomask.hosts.nemo_rl import facts, patch
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.tools.rehearse import weight_sums
 
-__all__ = ["count_calls", "read_counts", "seed"]
-
 # Number of calls in this process, by the loss's repr.
 _calls: dict[str, int] = {}
 
 
 def count_calls(actor: Any = None) -> None:
-    """Start counting refits, and calls of our losses and NeMo-RL's, in this process; a second call does nothing.
-
-    Args:
-        actor: the Ray actor in whose process this runs.
-    """
+    """Start counting refits, and calls of our losses and NeMo-RL's, in this process; a second call does nothing."""
     patch.apply_all(_patches(actor))
 
 
 def read_counts(actor: Any = None) -> dict[str, Any]:
     """Return the counts of this process, and where it runs.
-
-    Args:
-        actor: NeMo-RL's training worker.
 
     Returns:
         ``calls``: number by the loss's repr; ``refits``: number of times that it sent its weights; ``weights``: see
@@ -52,12 +43,7 @@ def read_counts(actor: Any = None) -> dict[str, Any]:
 
 
 def seed(actor: Any, number: int) -> None:
-    """Seed this process's generator, from which vLLM samples if its engine runs in the process.
-
-    Args:
-        actor: the Ray actor in whose process this runs; not used.
-        number: the seed.
-    """
+    """Seed this process's generator, from which vLLM samples if its engine runs in the process."""
     importlib.import_module("torch").manual_seed(number)
 
 

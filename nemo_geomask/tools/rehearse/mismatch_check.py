@@ -19,8 +19,6 @@ from nemo_geomask.errors import GeomaskError
 from nemo_geomask.records.record_schema import require_arrow
 from nemo_geomask.tools.diagnose import UNSURE_LOGPROB, diagnose, find_run, survey_run
 
-__all__ = ["HEALTHY", "NONFINITE", "HealthyLimits", "Mismatch", "check_mismatch", "has_experts", "healthy_limits"]
-
 
 @dataclass(frozen=True)
 class HealthyLimits:
@@ -167,9 +165,6 @@ def healthy_limits(
     """Return the limits for a trainer's and a sampler's precision.
 
     Args:
-        trainer: ``policy.precision``.
-        sampler: ``policy.generation.vllm_cfg.precision``.
-        experts: True for a mixture of experts.
         temperature: ``policy.generation.temperature``. Both engines divide their logits by it, and the noise on the
             logits with them. The limits were measured at 1, so they are divided, too, unless it is no temperature.
         fp8_cache: True if the sampler has an fp8 KV cache beside weights in bfloat16.
@@ -196,7 +191,6 @@ def check_mismatch(folder: Path, limits: HealthyLimits, *, is_filtered: bool = F
     Args:
         folder: ``loss_fn.record.dir`` of the rehearsal, or its ``logger.log_dir``, where NeMo-RL logs the same
             log-probs.
-        limits: what is healthy.
         is_filtered: True if the recipe samples with top-p or top-k. NeMo-RL's trainer then filters as well, and sets
             the log-prob of a token outside its own filter to 0 (``mask_out_neg_inf_logprobs``).
     """

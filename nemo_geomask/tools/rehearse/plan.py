@@ -10,12 +10,15 @@ from typing import Any
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.check import Layout, RecipeFacts, layout_keys, layout_of, trained_sections
-from nemo_geomask.tools.rehearse.cpu_settings import cpu_changes, is_colocated, wants_fp8_cache
 from nemo_geomask.tools.rehearse.refusals import model_refusals, recipe_refusals
-from nemo_geomask.tools.rehearse.setting_change import Change, as_override
+from nemo_geomask.tools.rehearse.setting_changes import (
+    Change,
+    as_override,
+    cpu_changes,
+    is_colocated,
+    wants_fp8_cache,
+)
 from nemo_geomask.tools.rehearse.tiny_models import TinyModel, tiny_model
-
-__all__ = ["RECORDS", "TEACHER", "Plan", "plan"]
 
 TEACHER = Path("teacher", "model")
 """Folder of the teacher's weights in a rehearsal of on-policy distillation, in the rehearsal's folder."""
@@ -83,16 +86,12 @@ def plan(
     """Plan the rehearsal of a recipe.
 
     Args:
-        facts: the recipe, the user's overrides applied.
-        folder: folder for model, prompts, logs and checkpoints.
-        steps: rollout batches.
         ranks: largest number of processes that train.
         own_environment: use the recipe's own data and environment.
         gpus: this machine has GPUs; without them, settings that a CPU does not support are changed and reported.
         has_automodel: Automodel can be imported for DTensor v2's workers; without it, DTensor v1's train.
         has_fp8_cache: vLLM has kernels for an fp8 KV cache on this machine's processor.
         resume: save and keep a checkpoint of the step before the last.
-        validate: validate after every step, and before the first if the recipe does.
         record: record every step, so that the run can be diagnosed.
 
     Raises:

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from nemo_geomask.errors import Problem
 from nemo_geomask.tools.check import Finding, RecipeFacts, Report
 
-__all__ = ["BACKEND", "LAUNCH_VARIABLES", "errors_of", "model_refusals", "recipe_refusals"]
-
 BACKEND = "policy.generation.backend"
 """Key of the library that samples; a rehearsal observes vLLM alone."""
 
@@ -24,9 +22,7 @@ _REPLACED_WITH_PROMPTS = ("data.train", "data.validation", "env")
 LAUNCH_VARIABLES = tuple(_REFUSALS_OF_VARIABLES)
 """Environment variables that decide whether NeMo-RL starts a recipe."""
 
-_NO_CPU: Mapping[str, str] = {
-    "glm_moe_dsa": "sparse attention, for which vLLM has no CPU kernel",
-}
+_NO_CPU: Mapping[str, str] = {"glm_moe_dsa": "sparse attention, for which vLLM has no CPU kernel"}
 """By model type: the part of the architecture that vLLM or the trainer can't compute on CPUs."""
 _NO_CPU_ON_MEGATRON: Mapping[str, str] = {
     "gemma4_text": "layers with two head sizes, which Megatron-Bridge has only through transformer-engine",
@@ -46,7 +42,6 @@ def errors_of(
     data, for example.
 
     Args:
-        report: findings of `check`.
         environment: variables under which the rehearsal starts.
         own_environment: the rehearsal has the recipe's own prompts and environment.
     """
@@ -66,7 +61,6 @@ def recipe_refusals(facts: RecipeFacts, *, has_gpus: bool = False) -> Iterator[P
     """Yield a problem for each part of a recipe that a rehearsal can neither run nor leave out.
 
     Args:
-        facts: the recipe.
         has_gpus: this machine has GPUs, so that no other sampler takes the place of the recipe's.
     """
     if (algorithm := facts.other_algorithm) is not None:

@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,6 @@ from nemo_geomask.tools.rehearse.refusals import errors_of
 from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult, outcome_of
 from nemo_geomask.tools.rehearse.supervision import supervised
 from nemo_geomask.tools.rehearse.tiny_models import write_prompts
-
-__all__ = ["Rehearsal", "driver_command", "has_gpus", "nemo_rl_checkout", "rehearse"]
 
 # Rule of `check`: after a resume, DTensor v2's reference policy is the checkpoint's and not the original model's.
 _RESET_REFERENCE = "GM209"
@@ -135,12 +133,7 @@ def rehearse(
     """Run a small version of a recipe through NeMo-RL.
 
     Args:
-        recipe: path of the recipe.
-        overrides: overrides as NeMo-RL takes them.
-        steps: rollout batches to train on.
         ranks: largest number of processes that train.
-        own_environment: use the recipe's own prompts and rewards.
-        timeout: time limit of each run, in seconds.
         control: run it again with NeMo-RL's own loss, if that has the recipe's settings.
         resume: overrides under which the last step is trained again, from the checkpoint of the step before; empty
             for none, None not to train it again.
@@ -149,7 +142,6 @@ def rehearse(
         accept: dotted names of NeMo-RL APIs that may differ from the tested versions.
         folder: folder for model, prompts, log and checkpoints. An earlier rehearsal in it is deleted once this one is
             planned.
-        progress: called with the events so far, several times a second.
 
     Returns:
         The rehearsal with its outcome, which may be a failure.
@@ -176,56 +168,43 @@ def rehearse(
     folder = folder.resolve()
     if not dry_run:
         _check_output_folder(folder)
+    result = Rehearsal(
+        *(Path(recipe), checkout, report.findings, gpus, None, None, folder),
+        seconds=time.monotonic() - began,
+        resume_changes=tuple(resume or ()),
+    )
     if errors_of(report, own_environment=own_environment):
-        seconds = time.monotonic() - began
-        return Rehearsal(Path(recipe), checkout, report.findings, gpus, None, None, folder, seconds)
+        return result
     settings = _RunSettings(
         checkout, steps, ranks, own_environment, gpus, timeout, resume is not None, validate, tuple(accept), progress
     )
     planned = _make_plan(facts, folder, settings)
     command = driver_command(checkout / planned.script, facts.recipe.path, (*overrides, *planned.overrides))
+    result = replace(result, plan=planned, command=tuple(command))
     if dry_run:
-        seconds = time.monotonic() - began
-        return Rehearsal(
-            Path(recipe), checkout, report.findings, gpus, planned, None, folder, seconds, command=tuple(command)
-        )
+        return replace(result, seconds=time.monotonic() - began)
     if folder.exists():
         shutil.rmtree(folder)
     outcome = _run(facts, planned, tuple(overrides), folder, settings)
-    ours_only = settings_of_ours_alone(facts, score_function=has_kl_score_function(checkout)) if control else ()
-    control_outcome = None
-    if control and not ours_only and outcome.failure is None:
+    result = replace(result, outcome=outcome)
+    if control and (ours_only := settings_of_ours_alone(facts, score_function=has_kl_score_function(checkout))):
+        result = replace(result, ours_only=ours_only)
+    elif control and outcome.failure is None:
         control_args = (*overrides, *control_overrides(facts))
         control_facts = RecipeFacts.from_recipe(read_recipe(recipe, control_args, leave=leave))
-        control_folder = folder / "control"
-        control_plan = _make_plan(control_facts, control_folder, settings)
-        control_outcome = _run(control_facts, control_plan, control_args, control_folder, settings)
-    resumed = None
+        control_plan = _make_plan(control_facts, folder / "control", settings)
+        control_outcome = _run(control_facts, control_plan, control_args, folder / "control", settings)
+        result = replace(result, control=control_outcome)
     if resume is not None and outcome.failure is None:
         saved = folder / "checkpoints" / f"step_{steps - 1}"
-        resumed_folder = folder / "resumed"
         if saved.is_dir():
-            resumed_plan = _make_plan(resumed_facts, resumed_folder, settings)
-            resumed = _run(resumed_facts, resumed_plan, resumed_args, resumed_folder, settings, saved)
+            resumed_plan = _make_plan(resumed_facts, folder / "resumed", settings)
+            resumed = _run(resumed_facts, resumed_plan, resumed_args, folder / "resumed", settings, saved)
         else:
             missing = f"{saved} is not there: checkpointing: saved or kept no checkpoint of step {steps - 1}"
             resumed = RunResult((), RunFailure("checkpoint", missing, missing), {})
-    seconds = time.monotonic() - began
-    return Rehearsal(
-        Path(recipe),
-        checkout,
-        report.findings,
-        gpus,
-        planned,
-        outcome,
-        folder,
-        seconds,
-        control=control_outcome,
-        ours_only=ours_only,
-        resumed=resumed,
-        resume_changes=tuple(resume or ()),
-        command=tuple(command),
-    )
+        result = replace(result, resumed=resumed)
+    return replace(result, seconds=time.monotonic() - began)
 
 
 @dataclass(frozen=True)
@@ -281,13 +260,7 @@ def _make_plan(facts: RecipeFacts, folder: Path, settings: _RunSettings) -> Plan
 
 
 def driver_command(script: Path, recipe: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the command of the driver.
-
-    Args:
-        script: NeMo-RL's script.
-        recipe: path of the recipe.
-        overrides: overrides of the recipe, and after them the rehearsal's own changes.
-    """
+    """Return the command of the driver."""
     return [sys.executable, "-m", _DRIVER, str(script), "--config", str(recipe.resolve()), *overrides]
 
 
@@ -366,11 +339,7 @@ def _judge(
         )
         experts = has_experts(folder / "model")
         limits = healthy_limits(
-            trainer,
-            sampler,
-            experts=experts,
-            temperature=facts.temperature,
-            fp8_cache=planned.keeps_fp8_cache,
+            trainer, sampler, experts=experts, temperature=facts.temperature, fp8_cache=planned.keeps_fp8_cache
         )
         mismatch = check_mismatch(source, limits, is_filtered=facts.filter_key is not None)
     evidence = RunEvidence(

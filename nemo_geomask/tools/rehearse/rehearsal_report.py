@@ -16,8 +16,6 @@ from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult, Stage
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, replace_nonfinite
 from nemo_geomask.tools.shared.terminal_tables import count_with_noun
 
-__all__ = ["as_json", "as_text"]
-
 SHOWN = (
     *("loss", "grad_norm", "reward", "gen_kl_error", "token_mult_prob_error", "probs_ratio"),
     *("geomask/mismatch_k3", "geomask/kept_tokens", "geomask/weight_mean"),
@@ -211,20 +209,17 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
 
 
 def _fields(rehearsal: Rehearsal) -> dict[str, Any]:
-    validation = {
-        "name": "validation",
-        "state": "ran" if rehearsal.plan else "failed",
-        "findings": [
-            {
-                "rule": finding.rule.id,
-                "severity": finding.rule.severity,
-                "key": finding.key,
-                "message": finding.message,
-                "where": str(finding.origin) if finding.origin else None,
-            }
-            for finding in rehearsal.findings
-        ],
-    }
+    findings = [
+        {
+            "rule": finding.rule.id,
+            "severity": finding.rule.severity,
+            "key": finding.key,
+            "message": finding.message,
+            "where": str(finding.origin) if finding.origin else None,
+        }
+        for finding in rehearsal.findings
+    ]
+    validation = {"name": "validation", "state": "ran" if rehearsal.plan else "failed", "findings": findings}
     result: dict[str, Any] = {
         "version": JSON_VERSION,
         "recipe": str(rehearsal.recipe),
@@ -234,38 +229,27 @@ def _fields(rehearsal: Rehearsal) -> dict[str, Any]:
         "seconds": round(rehearsal.seconds, 2),
         "folder": str(rehearsal.folder),
         "stages": [validation],
-        "failure": None,
-        "loss": {},
-        "workers": [],
-        "metrics": {},
-        "control": None,
-        "resumed": None,
-        "changes": [],
-        "not_rehearsed": [],
-        "unmet": [],
-        "weights": [],
-        "diagnosis": None,
+        **dict.fromkeys(("failure", "control", "resumed", "diagnosis")),
+        **{name: {} for name in ("loss", "metrics")},
+        **{name: [] for name in ("workers", "changes", "not_rehearsed", "unmet", "weights")},
     }
     if rehearsal.plan is not None:
         result |= _plan_as_json(rehearsal, rehearsal.plan)
-    if rehearsal.outcome is None or rehearsal.plan is None:
+    outcome = rehearsal.outcome
+    if outcome is None or rehearsal.plan is None:
         return result
-    failure = rehearsal.outcome.failure
     return {
         **result,
-        "stages": [validation, *(_stage_as_json(stage) for stage in rehearsal.outcome.stages)],
-        "failure": None if failure is None else vars(failure),
-        "loss": dict(rehearsal.outcome.loss),
-        "workers": list(rehearsal.outcome.workers),
-        "metrics": {str(step): dict(values) for step, values in rehearsal.outcome.metrics.items()},
+        **_run_as_json(outcome),
+        "stages": [validation, *map(_stage_as_json, outcome.stages)],
+        "workers": list(outcome.workers),
         "control": _control_as_json(rehearsal),
         "resumed": _resumed_as_json(rehearsal),
-        "unmet": [vars(unmet) for unmet in rehearsal.outcome.unmet],
+        "unmet": [vars(unmet) for unmet in outcome.unmet],
         "weights": [
-            {key: value for key, value in event.items() if key not in ("at", "kind")}
-            for event in rehearsal.outcome.weights
+            {key: value for key, value in event.items() if key not in ("at", "kind")} for event in outcome.weights
         ],
-        "diagnosis": _mismatch_as_json(rehearsal.outcome.mismatch),
+        "diagnosis": _mismatch_as_json(outcome.mismatch),
     }
 
 
@@ -297,7 +281,7 @@ def _stage_as_json(stage: Stage) -> dict[str, Any]:
 def _control_as_json(rehearsal: Rehearsal) -> dict[str, Any] | None:
     if rehearsal.control is None:
         return {"ran": False, "ours_only": list(rehearsal.ours_only)} if rehearsal.ours_only else None
-    return {"ran": True, **_run_as_json(rehearsal.control, rehearsal.comparisons)}
+    return {"ran": True, **_run_as_json(rehearsal.control), "comparisons": _comparisons(rehearsal.comparisons)}
 
 
 def _resumed_as_json(rehearsal: Rehearsal) -> dict[str, Any] | None:
@@ -305,13 +289,17 @@ def _resumed_as_json(rehearsal: Rehearsal) -> dict[str, Any] | None:
         return None
     cause = rehearsal.resume_cause
     likely = None if cause is None else {"rule": cause.rule.id, "key": cause.key, "message": cause.message}
-    return {**_run_as_json(rehearsal.resumed, rehearsal.resumptions), "likely": likely}
+    comparisons = _comparisons(rehearsal.resumptions)
+    return {**_run_as_json(rehearsal.resumed), "comparisons": comparisons, "likely": likely}
 
 
-def _run_as_json(run: RunResult, comparisons: tuple[Comparison, ...]) -> dict[str, Any]:
+def _run_as_json(run: RunResult) -> dict[str, Any]:
     return {
         "failure": None if run.failure is None else vars(run.failure),
         "loss": dict(run.loss),
         "metrics": {str(step): dict(values) for step, values in run.metrics.items()},
-        "comparisons": [{**vars(each), "difference": each.difference, "equal": each.equal} for each in comparisons],
     }
+
+
+def _comparisons(comparisons: tuple[Comparison, ...]) -> list[dict[str, Any]]:
+    return [{**vars(each), "difference": each.difference, "equal": each.equal} for each in comparisons]

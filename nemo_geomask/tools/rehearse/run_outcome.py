@@ -11,8 +11,6 @@ from nemo_geomask.tools.rehearse.error_causes import MEMORY, likely_cause
 from nemo_geomask.tools.rehearse.event_log import STAGES
 from nemo_geomask.tools.rehearse.mismatch_check import Mismatch
 
-__all__ = ["RunFailure", "RunResult", "Stage", "State", "innermost_error", "outcome_of", "without_colours"]
-
 _ERROR_PREFIX = "nemo-geomask: error: "
 # Ray's description of an actor that died.
 _DEAD_ACTOR = re.compile(r"class_name: (?P<name>\w+).{0,300}?\bpid: (?P<pid>\d+)", re.DOTALL)
@@ -119,14 +117,9 @@ def outcome_of(
     """Return the outcome of a run, read from its events.
 
     Args:
-        events: in order.
         status: exit status of the driver; None if the time limit was reached.
-        steps: number of steps that were to be trained.
         started: start of the driver, in seconds since the epoch as in the events.
-        ended: end of the driver.
         expected_stages: stages that the recipe has.
-        log: the driver's output, used if the driver logged no error, or vLLM's engine raised one before.
-        settings: the recipe's settings, by dotted key; an error may name one.
         killed_by_kernel: number of processes that the kernel killed meanwhile for want of memory.
     """
     events = list(events)
@@ -253,10 +246,7 @@ def _engine_failure(log: str, stage: str, effect: str, settings: Mapping[str, ob
     """Return the failure of vLLM's engine process; None if the log does not show that it ended.
 
     Args:
-        log: the driver's output.
-        stage: stage that failed.
         effect: what the run showed of it.
-        settings: the recipe's settings, by dotted key.
     """
     lines = [match["line"] for line in without_colours(log).splitlines() if (match := _ENGINE_LINE.search(line))]
     begin = next((index for index, line in enumerate(lines) if _ENGINE_END.search(line)), len(lines))

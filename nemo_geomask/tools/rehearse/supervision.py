@@ -15,8 +15,6 @@ from types import FrameType
 
 from nemo_geomask.errors import EngineError
 
-__all__ = ["descendants", "end_processes", "signals_as_exceptions", "supervised"]
-
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 _TICK = 0.2  # seconds between looks at the processes
@@ -40,11 +38,7 @@ def supervised(
     Daemons are included: they become children of this process when their own parents end.
 
     Args:
-        command: with its arguments.
         log: file that gets its output, appended.
-        timeout: seconds.
-        environment: its variables; this process's if None.
-        folder: where it runs.
         every_tick: called several times a second.
 
     Returns:

@@ -13,8 +13,6 @@ from typing import Any
 from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.tools.check import Layout
 
-__all__ = ["MODEL_TYPES", "VOCABULARY", "TinyModel", "tiny_model", "write_model", "write_prompts"]
-
 VOCABULARY = 128
 
 MODEL_TYPES: tuple[tuple[str, str], ...] = (
@@ -180,8 +178,6 @@ def tiny_model(name: str, layout: Layout, *, recipe: Path | None = None) -> Tiny
     """Return the tiny model for ``policy.model_name``, from a local folder's config.json or from the name.
 
     Args:
-        name: folder or name.
-        layout: parallel sizes that heads, layers and experts must be divisible by.
         recipe: path of the recipe, whose name and folders stand for the model's if that is a placeholder such as
             ``/path/to/checkpoint``.
 

@@ -23,19 +23,6 @@ from typing import Any
 from nemo_geomask.errors import EngineError
 from nemo_geomask.hosts.nemo_rl import patch
 
-__all__ = [
-    "ENGINE_DTYPES",
-    "Difference",
-    "compare",
-    "engine_sums",
-    "group_of",
-    "local_sums",
-    "observe_sends",
-    "read_sent_sums",
-    "sum_broadcast",
-    "sum_streamed",
-]
-
 Sums = dict[str, dict[str, list[float]]]
 """By group and dtype: the sum, the sum of absolute values and the number of elements."""
 
@@ -82,11 +69,7 @@ def _add(sums: Sums, name: str, tensor: Any, dtypes: tuple[str, ...]) -> None:
 
 
 def observe_sends(actor: Any = None) -> Iterator[patch.Patch]:
-    """Yield patches by which this training worker sums the weights that NeMo-RL sends in each refit.
-
-    Args:
-        actor: the worker.
-    """
+    """Yield patches by which this training worker sums the weights that NeMo-RL sends in each refit."""
     namespaces = patch.nemo_rl_namespaces(actor)
     utils = importlib.import_module("nemo_rl.models.policy.utils")
     if hasattr(utils, "stream_weights_via_ipc_zmq_impl"):
@@ -98,70 +81,55 @@ def observe_sends(actor: Any = None) -> Iterator[patch.Patch]:
 
 def sum_streamed(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap NeMo-RL's ``stream_weights_via_ipc_zmq_impl`` so that the weights are summed on their way."""
-    signature = inspect.signature(original)
 
-    @functools.wraps(original)
-    def stream(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        sums: Sums = {}
+    def observed(weights: Any, sums: Sums) -> Iterator[Any]:
+        for name, tensor in weights:
+            _sum_sent(sums, name, tensor)
+            yield name, tensor
 
-        def observed(weights: Any) -> Iterator[Any]:
-            for name, tensor in weights:
-                _sum_sent(sums, name, tensor)
-                yield name, tensor
-
-        bound.arguments["params_generator"] = observed(bound.arguments["params_generator"])
-        result = original(*bound.args, **bound.kwargs)
-        _store(sums)
-        return result
-
-    return stream
+    return _summing(original, "params_generator", observed)
 
 
 def sum_broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap NeMo-RL's ``packed_broadcast_producer`` so that the weights are summed on their way."""
-    signature = inspect.signature(original)
 
-    @functools.wraps(original)
-    def broadcast(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        sums: Sums = {}
-        convert = bound.arguments["post_iter_func"]
-
-        def observed(item: Any) -> Any:
+    def observed(convert: Callable[[Any], Any], sums: Sums) -> Callable[[Any], Any]:
+        def call(item: Any) -> Any:
             tensor = convert(item)
             _sum_sent(sums, item[0], tensor)
             return tensor
 
-        bound.arguments["post_iter_func"] = observed
+        return call
+
+    return _summing(original, "post_iter_func", observed)
+
+
+def _summing(original: Callable[..., Any], argument: str, observed: Callable[[Any, Sums], Any]) -> Callable[..., Any]:
+    """Wrap a function that sends weights: ``observed`` replaces one of its arguments, and adds to the sums."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def send(*args: Any, **kwargs: Any) -> Any:
+        global _refits
+        bound = signature.bind(*args, **kwargs)
+        sums: Sums = {}
+        bound.arguments[argument] = observed(bound.arguments[argument], sums)
         result = original(*bound.args, **bound.kwargs)
-        _store(sums)
+        _sent.clear()
+        _sent.update(sums)
+        _refits += 1
         return result
 
-    return broadcast
-
-
-def _store(sums: Sums) -> None:
-    global _refits
-    _sent.clear()
-    _sent.update(sums)
-    _refits += 1
+    return send
 
 
 def read_sent_sums(actor: Any = None) -> dict[str, Any]:
-    """Return the number of refits that this training worker has sent, and the sums of the last one.
-
-    Args:
-        actor: the Ray actor in whose process this runs; not used.
-    """
+    """Return the number of refits that this training worker has sent, and the sums of the last one."""
     return {"refits": _refits, "sums": dict(_sent)}
 
 
 def local_sums(actor: Any) -> list[float] | None:
     """Return the sum and the sum of absolute values of this worker's own shard of the trained weights.
-
-    Args:
-        actor: NeMo-RL's training worker.
 
     Returns:
         None if the worker's model can't be read.
@@ -184,9 +152,6 @@ def local_sums(actor: Any) -> list[float] | None:
 
 def engine_sums(actor: Any) -> Any:
     """Return the sums of the weights in this generation worker's engine, one for each of the engine's processes.
-
-    Args:
-        actor: NeMo-RL's generation worker.
 
     Returns:
         None if the worker has no engine of its own.

@@ -123,7 +123,7 @@ def _filtered(logits, top_p):
 
 
 class OneProcess:
-    """Answers a probe's jobs, as :class:`~nemo_geomask.tools.rehearse.job_session.JobSession` does.
+    """Answers a probe's jobs, as :class:`~nemo_geomask.tools.rehearse.hosted_job.JobSession` does.
 
     Args:
         folder: folder of the model.
@@ -226,7 +226,7 @@ class OneProcess:
     def _sample(self, file, job):
         """Sample responses to prompts of three words, as a rehearsal's, by the engine with the job's settings."""
         torch = importlib.import_module("torch")
-        restart = importlib.import_module("nemo_geomask.tools.probe.engine_restart").restart_engine
+        restart = importlib.import_module("nemo_geomask.tools.probe.engine_scores").restart_engine
         restart(self.engine, job["engine"])
         self.refit(self.session)
         generator = torch.Generator().manual_seed(self.seed)

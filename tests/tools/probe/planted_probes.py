@@ -19,7 +19,7 @@ from nemo_geomask.cli.probe import probe_recipe
 from nemo_geomask.tools.probe import scoring_job
 from nemo_geomask.tools.probe.probe_report import location_lines, sentence
 from nemo_geomask.tools.probe.probe_run import COMMON_SETTINGS, choose_switches, probe
-from nemo_geomask.tools.rehearse.job_session import JobSession
+from nemo_geomask.tools.rehearse.hosted_job import JobSession
 from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
 from tests.tools.probe.one_process import OneProcess
 from tests.tools.probe.planted_workers import FUNCTION, VARIABLE
@@ -74,10 +74,7 @@ PLANTS = {
 
 ADAPTER = ("++policy.dtensor_cfg._v2=true", "++policy.dtensor_cfg.lora_cfg.enabled=true")
 """Overrides of the recipe for the plants of adapters, which NeMo-RL's own trainer alone has."""
-ADAPTER_PLANTS = {
-    "adapter": Plant({}, {}, ()),
-    "lost adapter": Plant({}, {"lost_adapter": True}, "adapters"),
-}
+ADAPTER_PLANTS = {"adapter": Plant({}, {}, ()), "lost adapter": Plant({}, {"lost_adapter": True}, "adapters")}
 
 
 class StartedPlant(NamedTuple):

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from nemo_geomask.errors import EngineError
-from nemo_geomask.tools.probe.engine_restart import restart_engine
+from nemo_geomask.tools.probe.engine_scores import restart_engine
 
 CONFIG = {"temperature": 1.0, "vllm_cfg": {"precision": "bfloat16"}, "vllm_kwargs": {"hf_overrides": {"a": 1}}}
 

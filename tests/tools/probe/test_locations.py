@@ -77,7 +77,7 @@ def test_positions_are_binned_and_means_are_of_the_tokens_there():
     trainer = frozen.positions / 100
     bins = by_position(frozen, decode, prefill, trainer)
     assert [(each.first, each.last, each.tokens) for each in bins] == [
-        *((0, 2, 6), (3, 5, 6), (6, 8, 6), (9, 11, 3), (12, 14, 3), (15, 17, 3), (18, 19, 2)),
+        *((0, 2, 6), (3, 5, 6), (6, 8, 6), (9, 11, 3), (12, 14, 3), (15, 17, 3), (18, 19, 2))
     ]
     assert [each.decode_prefill for each in bins] == pytest.approx([0, 1 / 3, 0, 0, 0, 0, 0])
     assert bins[1].trainer_decode == pytest.approx(0.04)

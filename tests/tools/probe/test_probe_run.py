@@ -132,11 +132,7 @@ def result(tmp_path_factory):
         has_gpus=False,
     )
     return probe(
-        *("recipe.yaml", [], made, switches, others, VALUES),
-        folder=folder,
-        prompts=24,
-        generations=2,
-        budget=1e9,
+        *("recipe.yaml", [], made, switches, others, VALUES), folder=folder, prompts=24, generations=2, budget=1e9
     )
 
 
@@ -208,11 +204,7 @@ def test_batches_hold_the_longer_responses_where_the_recipe_limits_their_tokens(
     key = "policy.sequence_packing.logprob_mb_tokens"
     made = SyntheticStack({PRECISION: ("engine", 0.2)}, {PRECISION: "float32"})
     probe(
-        *("recipe.yaml", [], made, [], [], {**VALUES, key: 32}),
-        folder=tmp_path,
-        prompts=4,
-        generations=2,
-        budget=0.0,
+        *("recipe.yaml", [], made, [], [], {**VALUES, key: 32}), folder=tmp_path, prompts=4, generations=2, budget=0.0
     )
     longest = made.starts[0]["policy.max_total_sequence_length"]
     assert made.starts[0][key] >= longest

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.tools.rehearse import hosted_job
-from nemo_geomask.tools.rehearse.job_hooks import in_place_of_training
+from nemo_geomask.tools.rehearse.driver import in_place_of_training
 from tests.tools.rehearse.base_recipe import BASE
 
 
@@ -94,8 +94,7 @@ def test_an_error_of_a_worker_is_one_line_that_names_the_log(tmp_path, monkeypat
     monkeypatch.setattr(hosted_job, "nemo_rl_checkout", lambda: tmp_path)
     monkeypatch.setattr(hosted_job, "supervised", run)
     monkeypatch.setattr(hosted_job, "launch_environment", lambda *arguments, **how: contextlib.nullcontext({}))
-    job = hosted_job.HostedJob("made_job:run", tmp_path / "job.json")
-    outcome = hosted_job.run_job(recipe, [], job, folder=folder, timeout=9.0)
+    outcome = hosted_job.run_job(recipe, [], "made_job:run", tmp_path / "job.json", folder=folder, timeout=9.0)
     assert outcome.error.startswith(error)
     assert outcome.is_timeout == (status is None)
     if error:

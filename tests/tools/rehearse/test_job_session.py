@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.rehearse import job_session
-from nemo_geomask.tools.rehearse.hosted_job import JobOutcome
-from nemo_geomask.tools.rehearse.job_session import JobSession
+from nemo_geomask.tools.rehearse import hosted_job
+from nemo_geomask.tools.rehearse.hosted_job import JobOutcome, JobSession
 
 
 class Driver:
@@ -19,7 +18,7 @@ class Driver:
     def __init__(self):
         self.starts, self.ended, self.jobs, self.error, self.silent = [], 0, [], None, False
 
-    def __call__(self, recipe, overrides, job, *, folder, settings, ranks, timeout, every_tick):
+    def __call__(self, recipe, overrides, function, file, *, folder, settings, ranks, timeout, every_tick):
         self.starts.append(dict(settings))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "events.jsonl").write_text(json.dumps({"kind": "model"}) + "\n")
@@ -27,7 +26,7 @@ class Driver:
             raise self.error
         if self.error:
             return JobOutcome(self.error, False, ())
-        next_file = Path(job.file)
+        next_file = file
         try:
             while True:
                 every_tick()
@@ -44,7 +43,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch):
     driver = Driver()
-    monkeypatch.setattr(job_session, "run_job", driver)
+    monkeypatch.setattr(hosted_job, "run_job", driver)
     return driver
 
 
@@ -104,7 +103,7 @@ def test_ctrl_c_ends_the_workers(session, driver, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     driver.silent = True
-    monkeypatch.setattr(job_session, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupted))
+    monkeypatch.setattr(hosted_job, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupted))
     with pytest.raises(KeyboardInterrupt):
         ask(session, tmp_path, 0)
     assert driver.ended == len(driver.starts) == 1

@@ -12,7 +12,7 @@ from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.check import Layout, RecipeFacts, layout_of
 from nemo_geomask.tools.rehearse.plan import plan
 from nemo_geomask.tools.rehearse.refusals import errors_of
-from nemo_geomask.tools.rehearse.setting_change import Change
+from nemo_geomask.tools.rehearse.setting_changes import Change
 from tests.tools.rehearse.base_recipe import BASE
 
 pytest.importorskip("hydra", reason="overrides are Hydra's")

@@ -10,8 +10,6 @@ from typing import Any
 
 from nemo_geomask.hosts.nemo_rl.patch import Patch, attribute
 
-__all__ = ["megatron", "packed_attention", "token_positions"]
-
 
 def megatron(module: Any) -> Iterator[Patch]:
     """Give Megatron's own attention context parallelism, packed rows, and two head sizes.

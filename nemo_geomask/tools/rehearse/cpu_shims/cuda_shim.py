@@ -11,8 +11,6 @@ from typing import Any
 
 from nemo_geomask.hosts.nemo_rl.patch import Patch, attribute
 
-__all__ = ["torch"]
-
 _FACTORIES = (
     *("tensor", "empty", "zeros", "ones", "full", "arange", "randn", "rand", "randint", "as_tensor", "eye"),
     *("zeros_like", "empty_like", "ones_like", "full_like", "linspace", "empty_strided", "randperm"),

@@ -11,8 +11,6 @@ from nemo_geomask.hosts.nemo_rl.patch import Patch, attribute
 from nemo_geomask.tools.rehearse.cpu_shims.mamba_shim import conv
 from nemo_geomask.tools.rehearse.cpu_shims.megatron_shim import local_layer_spec, normed_projection
 
-__all__ = ["block_spec", "delta_rule", "kernels", "normalized", "short_conv"]
-
 
 def kernels(module: Any) -> Iterator[Patch]:
     """Compute what ssm/gated_delta_net/common.py:43 imports of flash-linear-attention, whose kernels need CUDA.
@@ -63,7 +61,6 @@ def short_conv(
     Args:
         x: [B, T, channels].
         weight: [channels, width].
-        bias: [channels], or None.
         activation: ``silu``, ``swish`` or None.
         cu_seqlens: [sequences + 1], the positions at which packed sequences begin, and the end; None without packing.
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from nemo_geomask.tools.rehearse.cpu_shims.mamba_shim import MODULES
 
-__all__ = ["SHIMS", "AfterImport", "MissingModules", "SuppliedModules", "register"]
-
 _PACKAGE = "nemo_geomask.tools.rehearse.cpu_shims"
 
 SHIMS: Mapping[str, str] = {

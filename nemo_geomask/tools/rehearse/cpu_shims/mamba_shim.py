@@ -6,8 +6,6 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["MODULES", "chunk_scan", "gated_norm", "split_conv_scan"]
-
 
 def _torch() -> Any:
     return importlib.import_module("torch")
@@ -19,7 +17,6 @@ def conv(x: Any, weight: Any, bias: Any = None, seq_idx: Any = None, activation:
     Args:
         x: [B, channels, T].
         weight: [channels, width].
-        bias: [channels], or None.
         seq_idx: [B, T], the index of each token's sequence; None if each row is one sequence.
         activation: ``silu``, ``swish`` or None.
 
@@ -77,7 +74,6 @@ def chunk_scan(
         dt_softplus: apply softplus to dt.
         dt_limit: bounds of dt.
         return_final_states: must be False.
-        unused: options of the kernels.
 
     Returns:
         [B, T, heads, width].

@@ -10,26 +10,6 @@ from typing import Any
 
 from nemo_geomask.hosts.nemo_rl.patch import Patch, attribute
 
-__all__ = [
-    "buffers",
-    "clip_grads",
-    "dispatcher",
-    "experts",
-    "final_norm",
-    "fusions",
-    "hybrid_spec",
-    "initialize",
-    "jit",
-    "latent_experts",
-    "layer_spec",
-    "local_layer_spec",
-    "norm",
-    "normed_projection",
-    "random",
-    "reduced",
-    "yarn",
-]
-
 
 def jit(module: Any) -> Iterator[Patch]:
     """Leave functions uncompiled: megatron/core/jit.py compiles each at its first call, which takes 10 s on a CPU."""

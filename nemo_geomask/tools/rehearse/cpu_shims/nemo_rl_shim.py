@@ -13,19 +13,6 @@ from typing import Any
 
 from nemo_geomask.hosts.nemo_rl.patch import Patch, attribute
 
-__all__ = [
-    "IDENTITY",
-    "data_plane",
-    "numa",
-    "nvml",
-    "packed_tensor",
-    "policy_utils",
-    "ports",
-    "ranges",
-    "stacked_experts",
-    "weights_group",
-]
-
 IDENTITY = "NEMO_GEOMASK_REHEARSAL"
 """Environment variable with an identifier that is unique to this rehearsal."""
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from nemo_geomask.hosts.nemo_rl.patch import Patch, attribute
 
-__all__ = ["arguments", "experts", "fused_experts", "layers", "moe_config", "requests", "routes"]
-
 
 def arguments(module: Any) -> Iterator[Patch]:
     """Switch off sleep mode, which vllm_worker.py:590 enables and only CUDA supports.

@@ -1,15 +1,53 @@
-"""Changes to settings that have no CPU implementation."""
+"""Settings that a rehearsal changes: their form on a command line, and those that have no CPU implementation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.tools.check import RecipeFacts, trained_sections
 from nemo_geomask.tools.rehearse.refusals import BACKEND
-from nemo_geomask.tools.rehearse.setting_change import Change
 
-__all__ = ["cpu_changes", "is_colocated", "wants_fp8_cache"]
+
+@dataclass(frozen=True)
+class Change:
+    """Change of one setting.
+
+    Attributes:
+        key: dotted key.
+        value: the new value; None is written as null.
+        was: the recipe's value; None if it has none.
+        why: reason in a few words; empty if the change follows from the tiny model, the prompts or the folders.
+        pinned: write the value even if it stays the same: the recipe interpolates another key, which may change.
+        delete: delete the key first, for a mapping that must not be merged.
+    """
+
+    key: str
+    value: Any
+    was: Any = None
+    why: str = ""
+    delete: bool = False
+    pinned: bool = False
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Overrides for NeMo-RL's command line."""
+        return (*([f"~{self.key}"] if self.delete else []), f"++{self.key}={as_override(self.value)}")
+
+
+def as_override(value: Any) -> str:
+    """Return a value as Hydra's override grammar writes it."""
+    if value is None or isinstance(value, int | float):
+        return as_yaml(value)
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{as_override(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(as_override, value)) + "]"
+    escaped = str(value).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
 
 _GENERATION_PRECISION = "policy.generation.vllm_cfg.precision"
 _CACHE_DTYPE = "policy.generation.vllm_cfg.kv_cache_dtype"
@@ -26,8 +64,6 @@ def cpu_changes(
     """Yield the changes, each with what the CPU lacks.
 
     Args:
-        facts: facts about the recipe.
-        has_automodel: True if Automodel can be imported.
         is_recurrent: True if layers of the model keep a state, as Mamba's and linear attention do.
         keeps_fp8_cache: True if the recipe's engine has an fp8 KV cache, and vLLM has kernels for it on this processor.
     """
