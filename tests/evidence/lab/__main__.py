@@ -20,10 +20,10 @@ from tests.evidence.lab.regimes import read_regimes
 from tests.evidence.lab.stages import (
     Stage,
     check_stored_runs,
+    draw_regimes,
     load_tuned_runs,
-    rewrite_bound_tables,
-    rewrite_tables,
     train_stage,
+    tuned_page,
 )
 from tests.evidence.lab.untuned import PAGES, collect_runs, load_runs, rewrite_page, split_runs
 
@@ -88,10 +88,10 @@ def main() -> None:
             draw_evidence(curves, path.with_suffix(".png"), spec)
         if spec.panel_file:
             write_plot(curves, arguments.docs / spec.panel_file)
-    for page in (arguments.docs / "reference" / name for name in PAGES):
+    draw_regimes(folder, regimes)
+    (folder / "tuned.md").write_text(tuned_page(folder, regimes), encoding="utf-8")
+    for page in (folder / name for name in PAGES):
         page.write_text(rewrite_page(page), encoding="utf-8")
-    for page, rewrite in {"background/evidence.md": rewrite_tables, "reference/masks.md": rewrite_bound_tables}.items():
-        (arguments.docs / page).write_text(rewrite(arguments.docs, regimes), encoding="utf-8")
 
 
 if __name__ == "__main__":

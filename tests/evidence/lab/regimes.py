@@ -41,6 +41,7 @@ class Regime:
 
     Attributes:
         name: its name, and that of its data file.
+        title: its title in pages.
         recipe: path of the recipe, from the repository's root.
         overrides: overrides of the recipe in all runs.
         variants: the variants by name; the first one has no correction.
@@ -56,6 +57,7 @@ class Regime:
     """
 
     name: str
+    title: str
     recipe: str
     overrides: Sequence[str]
     variants: Mapping[str, TunedVariant]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,6 @@ from nemo_geomask.tools.lab.run_queue import train
 from nemo_geomask.tools.lab.run_store import Run, RunCurves, read_columns, write_columns
 from nemo_geomask.tools.lab.train_recipe import plan_runs
 from nemo_geomask.tools.shared.flat_settings import differing_keys, flatten_settings
-from nemo_geomask.tools.shared.markdown import replace_marked_text
 from tests.evidence.lab.choice import Cell, TunedRun, choose, choose_bound, choose_bounds
 from tests.evidence.lab.comparison import compare_tuned_runs
 from tests.evidence.lab.figures import draw_comparison
@@ -30,6 +30,12 @@ learning rate; ``confirm`` is the confirmation.
 ``below`` runs learning rates below the grid on the search seeds, for variants that chose the lowest of the grid.
 ``sensitivity`` runs further bounds, and further masks and weights, on the search seeds; they choose nothing.
 """
+
+_HEAD = """# Tables of the tuned comparisons
+
+`make docs` makes this page from the data in `tuned/`. [Evidence](../background/evidence.md) says what was found, and
+how to read it; the [protocol](protocol.md) says what was run, and why. Rewards of every bound are means over five seeds
+at a learning rate of 2e-3, and not tested."""
 
 _METRICS = ("reward", "validation/reward", "approx_entropy", "grad_norm")
 _METADATA_KEY = b"nemo_geomask.tuned_evidence"
@@ -224,34 +230,30 @@ def train_stage(
     return complete
 
 
-def rewrite_tables(docs: Path, regimes: Mapping[str, Regime]) -> str:
-    """Return the text of ``evidence.md`` with the tables of all regimes that it has marks for, and draw their figures.
+def tuned_page(folder: Path, regimes: Mapping[str, Regime]) -> str:
+    """Return the text of ``tuned.md`` in the folder of the data: tables of all regimes, and of their bounds.
 
-    A regime without a complete confirmation has a sentence in place of its tables, and no figure.
+    A regime without a complete confirmation has a sentence in place of its tables.
     """
-    page = docs / "background" / "evidence.md"
-    text = page.read_text(encoding="utf-8")
-    for regime in regimes.values():
-        path = docs / "evidence" / "tuned" / f"{regime.name}.parquet"
-        if f"<!-- tuned_{regime.name}: begin -->" not in text:
-            continue
+    blocks = [_HEAD]
+    stored = {name: load_tuned_runs(folder / "tuned" / f"{name}.parquet") for name in regimes}
+    for name, regime in regimes.items():
         try:
-            comparison = compare_tuned_runs(load_tuned_runs(path), regime)
+            tables = comparison_tables(compare_tuned_runs(stored[name], regime))
         except ConfigError as error:
             tables = f"Not enough data: {error}."
         else:
-            tables = comparison_tables(comparison)
-            draw_comparison(comparison, path.with_suffix(".png"))
-        text = replace_marked_text(text, f"tuned_{regime.name}", tables, page=page.name)
-    return text
-
-
-def rewrite_bound_tables(docs: Path, regimes: Mapping[str, Regime]) -> str:
-    """Return the text of ``masks.md`` with the rewards by bound of each regime that has a sensitivity stage."""
-    page = docs / "reference" / "masks.md"
-    text = page.read_text(encoding="utf-8")
-    for regime in regimes.values():
+            tables = f"![Rewards by learning rate, and differences](tuned/{name}.png)\n\n{tables}"
+        blocks += [f"## {regime.title}", tables]
+    for name, regime in regimes.items():
         if regime.sensitivity:
-            runs = load_tuned_runs(docs / "evidence" / "tuned" / f"{regime.name}.parquet")
-            text = replace_marked_text(text, f"bounds_{regime.name}", sensitivity_table(runs, regime), page=page.name)
-    return text
+            blocks += [f"## {regime.title}: every bound", sensitivity_table(stored[name], regime)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def draw_regimes(folder: Path, regimes: Mapping[str, Regime]) -> None:
+    """Draw the figure of each regime whose confirmation is complete."""
+    for name, regime in regimes.items():
+        path = folder / "tuned" / f"{name}.parquet"
+        with contextlib.suppress(ConfigError):
+            draw_comparison(compare_tuned_runs(load_tuned_runs(path), regime), path.with_suffix(".png"))

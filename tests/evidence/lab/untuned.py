@@ -19,8 +19,8 @@ from nemo_geomask.tools.shared.intervals import format_interval, mean_interval
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
 from tests.evidence.lab.columns import COMPUTED_COLUMNS, EVIDENCE_SPECS, EvidenceSpec, Runs, SeedMean
 
-PAGES = ("untuned_runs.md", "claims.md", "lab.md")
-"""Pages of ``docs/reference`` with tables of this data."""
+PAGES = ("untuned_runs.md", "claims.md")
+"""Pages of ``docs/evidence`` with tables of this data."""
 
 _METADATA_KEY = b"nemo_geomask.evidence"
 _FACTS = ("corrected", "chance", "sampler", "precision", "finished", "versions", "settings")
@@ -205,13 +205,13 @@ def search_table(rows: Iterable[Mapping[str, str]]) -> str:
 
 
 def rewrite_page(page: Path) -> str:
-    """Return the page's text with tables generated from the data in ``evidence/``."""
+    """Return the page's text with tables generated from the data beside it."""
     text = page.read_text(encoding="utf-8")
-    with (page.parents[1] / "evidence" / "search.csv").open(encoding="utf-8", newline="") as file:
+    with page.with_name("search.csv").open(encoding="utf-8", newline="") as file:
         for name, rows in itertools.groupby(csv.DictReader(file), key=lambda row: row["table"]):
             if f"<!-- {name}: begin -->" in text:
                 text = replace_marked_text(text, name, search_table(rows), page=page.name)
-    for path in sorted((page.parents[1] / "evidence").glob("*.parquet")):
+    for path in sorted(page.parent.glob("*.parquet")):
         if f"<!-- {path.stem}: begin -->" in text:
             text = replace_marked_text(
                 text, path.stem, _evidence_table(load_runs(path), EVIDENCE_SPECS[path.stem]), page=page.name
