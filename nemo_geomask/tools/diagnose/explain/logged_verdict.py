@@ -1,9 +1,14 @@
-"""Verdict on a run without records, from the metrics that it logged."""
+"""Verdict on a run without records, from the metrics that it logged.
+
+Each step counts by whether its value is beyond a limit, never by how far: a heavy tail or a spike moves no verdict, and
+a worse value can't improve one. A rise within the limits is a remark for the same reason: worse values before it would
+undo it. What no mismatch can be (a negative KL, a multiplicative error below 1) is named instead of averaged.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,13 +16,141 @@ import numpy as np
 
 from nemo_geomask.errors import DataError
 from nemo_geomask.tools.diagnose.locate.change_points import MIN_NOISE, MIN_RISE, MIN_SCORE, find_change
-from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS, HEALTH_ORDER, Health
+from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_ORDER, IMMATERIAL_K3, Health
 from nemo_geomask.tools.diagnose.read.logged_metrics import MetricSeries
 
-_MIN_STEPS = 10
-"""A mean of fewer values than this that is beyond a limit is never called healthy."""
-_LIMITS = {name: limit for limit in HEALTH_LIMITS for name in limit.logged}
-"""Health limit of each metric that has one."""
+TO_RECORD = "to diagnose the cause, record the run (loss_fn.record)"
+_OTHER_MODES = ("val", "validation", "eval", "test")
+"""First parts of the names of metrics that are not of training."""
+_ROUNDING = 1e-4
+"""How far below its smallest value a metric may be by rounding."""
+_MATERIAL = math.sqrt(2 * IMMATERIAL_K3)
+"""Mean abs(Δ) below which a mismatch is too small to matter."""
+
+
+@dataclass(frozen=True)
+class LoggedMetric:
+    """A quantity that training systems log, and how it is judged.
+
+    Attributes:
+        names: its names by system, without prefixes such as ``train/`` and ``actor/``.
+        excess: how far a value is on the bad side of perfect agreement, 0 or more.
+        drifting, broken: limits of the excess.
+        floor: excess below which the mismatch is too small to matter.
+        limits: the limits as the verdict prints them.
+        smallest, largest: what the quantity can be; a value outside is named and not judged.
+        impossible: what a value outside means.
+        is_signed: True if a value below ``smallest`` is judged by its size: it may be of another KL estimator.
+    """
+
+    names: Mapping[str, tuple[str, ...]]
+    excess: Callable[[float], float]
+    drifting: float
+    broken: float
+    floor: float
+    limits: str
+    smallest: float = 0.0
+    largest: float = math.inf
+    impossible: str = "a mean of absolute values can't be below 0"
+    is_signed: bool = False
+
+
+_NO_KL = "no KL is; unless it is noise of k1, gen are not the sampler's log-probs, or those of other tokens"
+LOGGED_METRICS: tuple[LoggedMetric, ...] = (
+    LoggedMetric(
+        {"NeMo-RL": ("token_mult_prob_error",)},
+        excess=lambda value: max(value - 1.0, 0.0),
+        drifting=0.05,
+        broken=0.5,
+        floor=_MATERIAL,
+        limits="1.05, 1.5",
+        smallest=1.0,
+        impossible="a mean of exp(abs(Δ)) is at least 1; such steps had no trained tokens, or an empty part",
+    ),
+    LoggedMetric(
+        {
+            "NeMo-RL": ("gen_kl_error",),
+            "nemo_geomask": ("geomask/mismatch_k3",),
+            "verl": ("rollout_corr/k3_kl", "mismatch/mismatch_k3_kl"),
+            "prime-rl": ("mismatch_kl/mean", "mismatch_kl/all/mean"),
+        },
+        excess=abs,
+        drifting=0.01,
+        broken=0.1,
+        floor=IMMATERIAL_K3,
+        limits="0.01, 0.1",
+        impossible=_NO_KL,
+        is_signed=True,
+    ),
+    LoggedMetric(
+        {
+            "nemo_geomask": ("geomask/mismatch_k1",),
+            "verl": ("rollout_corr/kl", "mismatch/mismatch_kl"),
+            "AReaL": ("behave_approx_kl/avg",),
+            "OpenRLHF": ("vllm_kl",),
+        },
+        excess=abs,
+        drifting=0.01,
+        broken=0.1,
+        floor=IMMATERIAL_K3,
+        limits="±0.01, ±0.1",
+        smallest=-math.inf,
+    ),
+    LoggedMetric(
+        {
+            "nemo_geomask": ("geomask/mismatch_abs",),
+            "TRL": ("sampling/sampling_logp_difference/mean",),
+            "slime": ("train_rollout_logprob_abs_diff",),
+            "SkyRL": ("rollout_train_logprobs_abs_diff_mean",),
+            "open-instruct": ("debug/vllm_vs_local_logprob_diff_mean",),
+            # of probabilities, so that it is at most the difference of the log-probs
+            "verl": ("training/rollout_probs_diff_mean",),
+        },
+        excess=abs,
+        drifting=math.log(1.05),
+        broken=math.log(1.5),
+        floor=_MATERIAL,
+        limits="0.049, 0.41",
+    ),
+    LoggedMetric(
+        {"verl": ("rollout_corr/chi2_token",)},
+        excess=lambda value: max(value, 0.0),
+        drifting=0.3,
+        broken=1.0,
+        floor=2 * IMMATERIAL_K3,
+        limits="0.3, 1",
+        smallest=-1.0,
+        impossible="a mean of squares minus 1 is at least -1",
+    ),
+    LoggedMetric(
+        {"verl": ("rollout_corr/rollout_is_eff_sample_size",)},
+        excess=lambda value: -math.log(value) if value > 0 else math.inf,
+        drifting=-math.log(0.3),
+        broken=-math.log(0.1),
+        floor=_MATERIAL,
+        limits="0.3, 0.1",
+        largest=1.0,
+        impossible="an effective sample size is between 0 and 1",
+    ),
+    LoggedMetric(
+        {
+            "NeMo-RL": ("sampling_importance_ratio",),
+            "verl": ("rollout_corr/rollout_is_mean",),
+            "TRL": ("sampling/importance_sampling_ratio/mean",),
+            "SkyRL": ("is_ratio_mean",),
+            "AReaL": ("behave_imp_weight/avg",),
+        },
+        excess=lambda value: abs(math.log(value)) if value > 0 else math.inf,
+        drifting=math.log(2),
+        broken=math.log(10),
+        floor=_MATERIAL,
+        limits="0.5 to 2, 0.1 to 10",
+        impossible="a weight can't be below 0",
+    ),
+)
+"""Judged quantities; limits as for records, or where the systems themselves warn."""
+_ERROR, _WEIGHT = LOGGED_METRICS[0], LOGGED_METRICS[-1]
+_BY_NAME = {name: metric for metric in LOGGED_METRICS for names in metric.names.values() for name in names}
 
 
 @dataclass(frozen=True)
@@ -26,98 +159,173 @@ class LoggedVerdict:
 
     Attributes:
         health: health of the run.
-        since: first step of the rise; None if there was none.
-        values: mean of each metric over the steps since the rise, or over the last third of the steps; NaN if most of
-            the values there are NaN.
+        since: first step of the rise to unhealthy values; None if there was none.
+        values: median of each judged metric over the steps since the rise, or over the last third of the steps.
+        remarks: spikes, impossible values and rises that are no reason for the verdict.
         sentence: the verdict as text.
     """
 
     health: Health
     since: int | None
     values: Mapping[str, float]
+    remarks: tuple[str, ...]
     sentence: str
 
 
 class _MetricVerdict(NamedTuple):
-    """Verdict from one metric.
-
-    Attributes:
-        health: its health.
-        since: first step of the rise.
-        mean: its entry in :attr:`LoggedVerdict.values`.
-        unknown: why it can't be called healthy; empty if it can.
-    """
+    """Verdict from one metric: as :class:`LoggedVerdict`, and why it can't be called healthy, if it can't."""
 
     health: Health
     since: int | None
-    mean: float
+    median: float
+    remarks: list[str]
     unknown: str = ""
 
 
+def expected_names() -> str:
+    """Return the names of the metrics that are judged, by system."""
+    systems: dict[str, list[str]] = {}
+    for metric in LOGGED_METRICS:
+        for system, names in metric.names.items():
+            systems.setdefault(system, []).append(names[0])
+    return "; ".join(f"{system}: {', '.join(names)}" for system, names in systems.items())
+
+
 def judge_logged(series: MetricSeries) -> LoggedVerdict | None:
-    """Return the verdict from the metrics that have a health limit; None if none of them was logged as a number.
+    """Return the verdict from the metrics that tell the mismatch; None if none of them was logged as a number.
 
     Raises:
-        DataError: no metric is beyond its limit, but one has become NaN, or has too few steps to tell.
+        DataError: no metric is beyond its limit, but one has become NaN or impossible.
     """
+    metrics = {name: metric for name in series if (metric := _find_metric(name)) is not None}
+    empty_steps = {
+        step
+        for name, metric in metrics.items()
+        if metric is _ERROR
+        for step, value in series[name].items()
+        if value < 1.0 - _ROUNDING
+    }
     verdicts = {
-        name: _judge_metric(name, series[name])
-        for name in _LIMITS
-        if name in series and any(map(_is_number, series[name].values()))
+        name: _judge_metric(name, metric, series[name], empty_steps)
+        for name, metric in metrics.items()
+        if any(math.isfinite(value) or value == math.inf for value in series[name].values())
     }
     if not verdicts:
         return None
     health = max((verdict.health for verdict in verdicts.values()), key=HEALTH_ORDER.index)
     onsets = [verdict.since for verdict in verdicts.values() if verdict.health == health and verdict.since is not None]
-    since = min(onsets, default=None)
-    values = {name: verdict.mean for name, verdict in verdicts.items()}
+    since = min(onsets, default=None) if health != "healthy" else None
     if health == "healthy" and (unknown := [verdict.unknown for verdict in verdicts.values() if verdict.unknown]):
-        raise DataError(
-            f"the logged metrics do not tell the run's present health: {', '.join(unknown)}; to diagnose the cause, "
-            "record the run (loss_fn.record)"
-        )
-    numbers = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-    for name in values:
-        if count := sum(not math.isfinite(value) for value in series[name].values()):
-            numbers += f", {name} NaN or infinite in {count} steps"
+        raise DataError(f"the logged metrics do not tell the run's present health: {'; '.join(unknown)}; {TO_RECORD}")
+    numbers = [_value_text(name, metrics[name], verdict) for name, verdict in verdicts.items()]
+    remarks = tuple(remark for verdict in verdicts.values() for remark in verdict.remarks)
     onset = "" if since is None else f" since step {since}"
-    sentence = (
-        f"{health}{onset}, by logged metrics alone: {numbers}; to diagnose the cause, record the run (loss_fn.record)"
-    )
-    return LoggedVerdict(health, since, values, sentence)
+    sentence = "; ".join([f"{health}{onset}, by logged metrics alone: {', '.join(numbers)}", *remarks, TO_RECORD])
+    return LoggedVerdict(health, since, {name: verdict.median for name, verdict in verdicts.items()}, remarks, sentence)
 
 
-def _is_number(value: float) -> bool:
-    """Return True for a finite number or an overflow to +inf, which is above any limit."""
-    return math.isfinite(value) or value == math.inf
+def _find_metric(name: str) -> LoggedMetric | None:
+    """Return the metric of a name or of the part behind a prefix, such as ``actor/rollout_corr/kl``."""
+    parts = name.split("/")
+    if parts[0] in _OTHER_MODES:
+        return None
+    suffixes = ("/".join(parts[first:]) for first in range(len(parts)))
+    return next((_BY_NAME[suffix] for suffix in suffixes if suffix in _BY_NAME), None)
 
 
-def _judge_metric(name: str, by_step: Mapping[int, float]) -> _MetricVerdict:
-    limit, steps = _LIMITS[name], sorted(by_step)
-    numeric_steps = [step for step in steps if _is_number(by_step[step])]
-    # Changes are detected in the logarithms. An overflow counts as much as the largest finite value.
-    largest = max([limit.broken, *(by_step[step] for step in numeric_steps if by_step[step] < math.inf)])
-    minimum = 1.0 if name == "token_mult_prob_error" else 0.0  # its value without a mismatch
-    logs = [math.log(max(min(by_step[step], largest) - minimum, 1e-9)) for step in numeric_steps]
-    change = find_change(logs, MIN_NOISE)
-    since = None
-    if change is not None and change.rise >= MIN_RISE and change.score >= MIN_SCORE:
-        since = numeric_steps[change.first]
-    judged_steps = steps[-max(3, len(steps) // 3) :] if since is None else [step for step in steps if step >= since]
-    values = np.array([by_step[step] for step in judged_steps if _is_number(by_step[step])])
-    if since is None and 2 * len(values) < len(judged_steps):
-        return _MetricVerdict("healthy", None, math.nan, f"NaN in most of the last third of the steps: {name}")
-    with np.errstate(over="ignore", invalid="ignore"):
-        mean, deviation = float(values.mean()), float(values.std())
-    if mean == math.inf:
-        return _MetricVerdict("broken", since, mean)
-    # A limit is exceeded only if the mean is two standard errors above it.
-    lower_bound = mean - 2 * deviation / math.sqrt(len(values))
-    is_drifting = lower_bound > limit.drifting or since is not None
-    health: Health = "broken" if lower_bound > limit.broken else "drifting" if is_drifting else "healthy"
+def _value_text(name: str, metric: LoggedMetric, verdict: _MetricVerdict) -> str:
+    text = f"{name} {verdict.median:.4g}"
+    return text if verdict.health == "healthy" else f"{text} ({verdict.health}; limits {metric.limits})"
+
+
+def _judge_metric(
+    name: str, metric: LoggedMetric, by_step: Mapping[int, float], empty_steps: set[int]
+) -> _MetricVerdict:
+    steps = sorted(by_step)
+    excess, impossible = _read_excess(metric, by_step, empty_steps if metric is not _ERROR else set())
+    usable = list(excess)
+    last_third = steps[-max(3, len(steps) // 3) :]
+    windows = ([excess[step] for step in last_third if step in excess], [excess[step] for step in usable[-2:]])
+    health = max((_judge_window(window, metric) for window in windows), key=HEALTH_ORDER.index)
+    since, rise = _find_rise(list(excess.values()), usable, metric)
+    judged = [step for step in usable if step >= since] if since is not None and health != "healthy" else last_third
+    values = sorted(by_step[step] for step in judged if step in excess and step not in impossible)
+    values = values or sorted(by_step[step] for step in judged if step in excess)
+    median = values[len(values) // 2] if values else math.nan
+    remarks = []
+    if impossible:
+        lowest = min(by_step[step] for step in impossible)
+        count = f"{len(impossible)} of {len(steps)} steps"
+        remarks.append(f"{name} is impossible in {count}, down to {lowest:.4g}: {metric.impossible}")
+    if nonfinite := [step for step in steps if not math.isfinite(by_step[step])]:
+        remarks.append(f"{name} is NaN or infinite in {len(nonfinite)} of {len(steps)} steps")
+    beyond = [step for step in usable if excess[step] > metric.drifting]
+    if health == "healthy" and beyond:
+        worst = max(beyond, key=excess.__getitem__)
+        spikes = f"{name} is beyond its limit in {len(beyond)} of {len(steps)} steps only"
+        remarks.append(f"{spikes} (step {worst}: {by_step[worst]:.4g})")
+    elif health == "healthy" and since is not None:
+        remarks.append(
+            f"{name} is {math.exp(rise):.3g} times as far from agreement since step {since}, within its limit"
+        )
+    elif health != "healthy" and metric is _WEIGHT and median < 1:
+        remarks.append(
+            "the weights of the correction have vanished, and with them the gradient, as products over long sequences "
+            "do: set loss_fn.is_correction_level: sequence_mean (or token)"
+        )
     unknown = ""
-    if math.isnan(mean):
-        unknown = f"the mean of {name} is NaN"
-    elif health == "healthy" and mean > limit.drifting and len(values) < _MIN_STEPS:
-        unknown = f"{name} is {mean:.4g} over {len(values)} steps, which vary too much to judge"
-    return _MetricVerdict(health, since, mean, unknown)
+    missing = [step for step in last_third if step not in excess]
+    nan_count = sum(math.isnan(by_step[step]) for step in last_third)
+    if 2 * len(missing) > len(last_third):
+        kind = "NaN" if nan_count == len(missing) else "impossible, or of empty steps,"
+        unknown = f"{kind} in most of the last third of the steps: {'; '.join(remarks) or name}"
+    elif {*beyond} & {*last_third} and _is_many(nan_count + len({*beyond} & {*last_third}), len(last_third)):
+        unknown = f"{name} is beyond its limit or NaN in too many of the last {len(last_third)} steps"
+    return _MetricVerdict(health, since, median, remarks, unknown)
+
+
+def _read_excess(
+    metric: LoggedMetric, by_step: Mapping[int, float], empty_steps: set[int]
+) -> tuple[dict[int, float], set[int]]:
+    """Return the excess of each step that can be judged, in order, and the steps with impossible values."""
+    excess, impossible = {}, set()
+    for step, value in sorted(by_step.items()):
+        if math.isnan(value) or step in empty_steps:
+            continue
+        is_possible = metric.smallest - _ROUNDING <= value <= metric.largest + _ROUNDING
+        if not is_possible:
+            impossible.add(step)
+        if is_possible or (metric.is_signed and math.isfinite(value)):
+            excess[step] = metric.excess(value)
+    return excess, impossible
+
+
+def _is_many(count: int, steps: int) -> bool:
+    """Return True for more than a quarter of the steps, and more than one of them unless there is only one."""
+    return count >= min(steps, max(2, steps // 4 + 1))
+
+
+def _judge_window(values: Sequence[float], metric: LoggedMetric) -> Health:
+    """Return broken if most values are beyond that limit, drifting if more than a quarter is beyond the lower one."""
+    beyond = [sum(value > limit for value in values) for limit in (metric.drifting, metric.broken)]
+    if values and beyond[1] >= min(len(values), max(2, len(values) // 2 + 1)):
+        return "broken"
+    return "drifting" if values and _is_many(beyond[0], len(values)) else "healthy"
+
+
+def _find_rise(excess: Sequence[float], steps: Sequence[int], metric: LoggedMetric) -> tuple[int | None, float]:
+    """Return the first step of a lasting rise, and its size as a logarithm; None if there is none.
+
+    Changes are detected in the logarithms, of medians of three values, so that a single value is no change. An overflow
+    counts as much as the largest finite value.
+    """
+    if len(excess) < 3:
+        return None, 0.0
+    finite = [value for value in excess if value < math.inf]
+    values = np.clip(excess, metric.floor, max([metric.broken, *finite]))
+    middle = np.sort(np.stack([values[:-2], values[1:-1], values[2:]]), axis=0)[1]
+    logs = np.log([min(values[0], values[1]), *middle, min(values[-1], values[-2])])
+    change = find_change(logs.tolist(), MIN_NOISE)
+    if change is None or change.rise < MIN_RISE or change.score < MIN_SCORE:
+        return None, 0.0
+    return steps[change.first], change.rise

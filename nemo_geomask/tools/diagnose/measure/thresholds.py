@@ -46,7 +46,6 @@ class HealthLimit:
         drifting, broken: the limits.
         source: where the limits come from.
         is_minimum: True if values below the limits are bad, False if values above are.
-        logged: names of the metrics as which a run logs it.
     """
 
     name: str
@@ -56,7 +55,6 @@ class HealthLimit:
     broken: float
     source: str
     is_minimum: bool = False
-    logged: tuple[str, ...] = ()
 
     @property
     def sign(self) -> str:
@@ -93,7 +91,6 @@ HEALTH_LIMITS: tuple[HealthLimit, ...] = (
         drifting=1.05,
         broken=1.5,
         source="NeMo-RL docs/guides/dtensor-tp-accuracy.md and grpo.md: above 1.05 suspect the framework; broken: ours",
-        logged=("token_mult_prob_error",),
     ),
     HealthLimit(
         "geomask/mismatch_k3",
@@ -105,7 +102,6 @@ HEALTH_LIMITS: tuple[HealthLimit, ...] = (
             "NeMo-RL grpo.md: 1e-3 is acceptable, 0.0014 to 0.0031 usual with FP8 rollouts; verl: beyond 0.1 "
             "is a warning"
         ),
-        logged=("geomask/mismatch_k3", "gen_kl_error"),
     ),
     HealthLimit(
         "effective sample size, tokens",

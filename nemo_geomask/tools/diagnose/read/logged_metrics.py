@@ -1,8 +1,8 @@
 """Metrics that a run logged.
 
 They are read from TensorBoard's event files (NeMo-RL's ``logger.tensorboard_enabled``), from ``metrics.jsonl`` (a JSON
-object for each step) or from the lab's table. NeMo-RL's prefix ``train/`` is removed, so that a metric has the same
-name in all three.
+object for each step; in verl's the metrics are its ``data``) or from the lab's table. NeMo-RL's prefix ``train/`` is
+removed, so that a metric has the same name in all three.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ MetricSeries = dict[str, dict[int, float]]
 
 _EVENT_FILES = "events*tfevents*"
 _MAX_STEP = 2**63
+_STEP_KEYS = ("step", "_step", "global_step", "train/step")
+"""Keys of the step: ours and verl's, of exports from Weights & Biases, TRL's and slime's."""
 _LINE_COST = 4
 """Numbers that take as long to read as what a line of JSON takes beside its numbers."""
 
@@ -75,15 +77,16 @@ def _read_jsonl(path: Path) -> _Entries:
     _check_size(path)
     for number, metrics in read_json_lines(path):
         try:
-            step = int(metrics["step"])
+            step = int(next(metrics[key] for key in _STEP_KEYS if key in metrics))
+            metrics = metrics["data"] if isinstance(metrics.get("data"), dict) else metrics
             if abs(step) >= _MAX_STEP:
                 raise ValueError("its step does not fit 64 bits")
             entries += [
                 (step, sys.intern(name), float(value))
                 for name, value in metrics.items()
-                if isinstance(value, (int, float)) and name != "step"
+                if isinstance(value, (int, float)) and name not in _STEP_KEYS
             ]
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
+        except (ValueError, TypeError, StopIteration, AttributeError, OverflowError) as error:
             raise DataError(f"{path}:{number}: not an object with a step: {str(error)[:200]}") from None
         _check_count(len(entries) + _LINE_COST * number, f"{path}:{number}")
     return entries

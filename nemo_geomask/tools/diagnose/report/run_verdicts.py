@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Literal, NamedTuple
 
 from nemo_geomask.errors import DataError, GeomaskError, MissingDependencyError
-from nemo_geomask.tools.diagnose.explain.logged_verdict import judge_logged
+from nemo_geomask.tools.diagnose.explain.logged_verdict import expected_names, judge_logged
 from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis
 from nemo_geomask.tools.diagnose.measure.thresholds import Health
 from nemo_geomask.tools.diagnose.read.logged_metrics import read_logged
@@ -93,11 +94,21 @@ def find_recorded_runs(
 
 def _judge_by_metrics(directory: Path, records_error: str) -> FallbackVerdict:
     try:
-        verdict = judge_logged(read_logged(directory))
+        series = read_logged(directory)
     except GeomaskError as metrics_error:
         return FallbackVerdict("unknown", f"{records_error}; {metrics_error}")
-    if verdict is None:
+    if not series:
         return FallbackVerdict("unknown", records_error)
+    try:
+        verdict = judge_logged(series)
+    except DataError as metrics_error:
+        return FallbackVerdict("unknown", f"{directory}: {metrics_error}")
+    if verdict is None:
+        return FallbackVerdict(
+            "unknown",
+            f"{records_error}; its logged metrics ({shorten(', '.join(series), 100)}) hold none that tells the "
+            f"mismatch; expected one of {expected_names()}",
+        )
     return FallbackVerdict(verdict.health, verdict.sentence)
 
 
