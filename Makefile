@@ -15,7 +15,7 @@ help:
 	@echo "make demo   train a small MoE policy with and without a mask at two learning rates, plot and diagnose it (about 3 minutes)"
 	@echo "make test   the tests, on all cores; a release also runs them with PYTHON=python3.13, on NeMo-RL's torch"
 	@echo "make test-all   the same with the long matrices: every compiled loss, every layout of ranks, every tutorial"
-	@echo "make quick  formulas, losses, settings and rules, what needs no second process (about a minute on two cores)"
+	@echo "make quick  the oracle, every part of the core, the rules of check, and one test of each expensive kind"
 	@echo "make matrix every objective, weight and mask on up to 16 ranks against the float64 oracle (about 15 minutes)"
 	@echo "make mutation  changes of one operator or number at a time in the core, and whether a test notices (hours; ARGS=…)"
 	@echo "make soak   100,000 losses, 10,000 recorded steps, killed recorders, labs and ranks (hours; ARGS='--scale 0.1')"
@@ -68,12 +68,13 @@ test: $(VENV)/.test
 test-all: $(VENV)/.test
 	$(PYTEST) $(ARGS)
 
-# The rooms whose tests import neither transformers nor an integration's host.
-QUICK := $(addprefix tests/,test_docs.py test_errors.py test_house.py test_import.py \
-	config recipe cli functional segments parallel losses tools/check)
+# The rooms whose tests start in a moment, and one test of each expensive kind: compiled, ranks, interpreted kernels, the lab.
+QUICK := -m "(not slow and not long) or quick" --hypothesis-profile quick $(addprefix tests/,test_docs.py test_errors.py config \
+	recipe cli functional segments kernels parallel losses tools/check tools/lab/test_training.py) \
+	--ignore tests/tools/check/test_hostile_recipes.py
 
 quick: $(VENV)/.test
-	$(PYTEST) -m "not slow and not long" --hypothesis-profile quick $(QUICK) $(ARGS)
+	$(PYTEST) $(QUICK) $(ARGS)
 
 matrix: $(VENV)/.test
 	GEOMASK_MATRIX=1 $(BIN)/python -m pytest -rP tests/losses/test_matrix.py
@@ -198,7 +199,7 @@ release: $(RELEASE)/.ready $(VENV)/.test
 	$(RELEASE)/bin/check-wheel-contents dist/*.whl
 	tar -xzf dist/*.tar.gz -C dist
 	cd dist/nemo_geomask-*/ && PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m pytest --numprocesses auto --maxprocesses 8 \
-		--dist worksteal -m "not slow and not long" --hypothesis-profile quick $(QUICK)
+		--dist worksteal $(QUICK)
 	rm -rf dist/nemo_geomask-*/
 	for python in $(RELEASE_PYTHONS); do $(MAKE) smoke PYTHON=$$python || exit 1; done
 

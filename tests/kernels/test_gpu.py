@@ -30,7 +30,13 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     ("rows", "width", "valid", "temperature"),
-    [(13, 37, None, 1.0), (3, 4096, None, 0.6), (5, 5001, 4100, 1.3), (2, 70_001, None, 1.0), (3, 1, None, 1.0)],
+    [
+        pytest.param(13, 37, None, 1.0, marks=pytest.mark.quick),
+        (3, 4096, None, 0.6),
+        (5, 5001, 4100, 1.3),
+        (2, 70_001, None, 1.0),
+        (3, 1, None, 1.0),
+    ],
 )
 def test_interpreted_equals_loops(rows, width, valid, temperature):
     logits, targets, g, h = case(0, rows=rows, width=width)

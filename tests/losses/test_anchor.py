@@ -32,13 +32,14 @@ def without_prev(batch):
 
 
 @every_variant
-def test_against_the_oracle(variant):
+def test_every_ratio_against_gen_equals_the_oracle(variant):
     for part in ({}, {"masks": list(OF_TOTAL.values())}, {"reference_policy_kl_penalty": 0.0}):
         expected = agree(merged(variant, GEN, part), without_prev(batches.rollouts(1)))
         assert not {name for name in expected.metrics if "mismatch" in name or "policy_" in name} - {"policy_kl_error"}
         assert set(expected.metrics) >= NO_PREV_METRICS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ON_PREV)
 @pytest.mark.parametrize("variant", ["ppo", "gspo"])
 def test_masks_on_prev_read_it(variant, mask):

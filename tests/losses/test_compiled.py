@@ -86,15 +86,15 @@ def same(one: Any, other: Any) -> None:
 PACKED = ("corrected", "all masks", "nll", "drop_token", "audited")
 
 
-# In `make test`: a loss with all kinds of reductions over segments, and an objective of its own over padded rows.
-REPRESENTATIVES = {("corrected", True), ("dppo", False)}
+# In `make test`: a loss with all kinds of reductions over segments, and one with few metrics over padded rows.
+REPRESENTATIVES = {("corrected", True): (), ("nll", False): pytest.mark.quick}
 TRACED = [*((name, False) for name in CONFIGS if name != "all masks"), *((name, True) for name in PACKED)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "packed"),
-    [pytest.param(*case, marks=() if case in REPRESENTATIVES else pytest.mark.long) for case in TRACED],
+    [pytest.param(*case, marks=REPRESENTATIVES.get(case, pytest.mark.long)) for case in TRACED],
 )
 def test_one_graph_whatever_the_batch(name, packed):
     torch._dynamo.reset()

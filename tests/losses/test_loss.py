@@ -93,6 +93,7 @@ def test_data_that_requires_grad_changes_nothing():
     assert all(value.grad is None for value in live.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",
     [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.bfloat16, torch.float16)] + [torch.float64],
@@ -119,6 +120,7 @@ def test_the_default_dtype_plays_no_part(name, dtype):
     assert (loss.item(), metrics) == (expected_loss.item(), expected_metrics)
 
 
+@pytest.mark.slow
 @every_variant
 def test_the_default_device_plays_no_part(name):
     batch = batches.rollouts(1)

@@ -55,7 +55,7 @@ def test_a_packed_row_holds_for_each_position_the_token_that_it_predicts(dtype):
 
 
 @pytest.mark.parametrize("call", ["pack_rows", "predicted_tokens"])
-def test_misfits_are_named(call):
+def test_packing_calls_that_do_not_fit_are_refused(call):
     def pack(data):
         if call == "predicted_tokens":
             return predicted_tokens(data, [4, 2, 6], torch.device("cpu"))

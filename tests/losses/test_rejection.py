@@ -375,7 +375,7 @@ class TestVaco:
         both = batches.stack(self.batch(), quiet)
         assert kept(self.mask(0.1), both) == [False, True, True, False] + [True] * 4
 
-    def test_statistics(self):
+    def test_each_statistic_has_its_own_scale(self):
         # |p/q - 1|: 1.5, 1/6, 0, 2/3; KL(q, p) of the pairs: 0.19274, 0.02014, 0, 0.08228.
         for statistic, mean in (("ratio_diff", 7 / 12), ("binary_kl", 0.073790)):
             for delta, dropped in ((mean * 0.999, [0, 3]), (mean * 1.001, [])):

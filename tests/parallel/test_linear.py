@@ -43,6 +43,7 @@ def test_bias_softcap_and_padded_vocabulary(bias, softcap, valid, tile_bytes):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(13, 37), (37, 13)])
 def test_gradcheck(shape):
     rows, width = shape
@@ -180,6 +181,7 @@ def test_each_gradient_by_itself(trained):
     assert all(value.grad is None for name, value in tensors.items() if name != trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_gradient_of_a_half_precision_bias_is_summed_in_float32(dtype):
     # Thousands of rows in many tiles, each with a gradient of about -1 + 1/2: half precision would stop at 256 or 2048.
@@ -336,7 +338,7 @@ def test_float32_copies_count_as_part_of_the_tile():
         ({"targets": torch.full((13,), 37)}, DataError, "13 targets are in no vocabulary shard"),
     ],
 )
-def test_misfits_are_named(change, error, message):
+def test_arguments_that_do_not_fit_are_refused_by_name(change, error, message):
     problem = case(15)
     given = {"hidden": problem.hidden, "weight": problem.weight, "targets": problem.targets, **change}
     with pytest.raises(error, match=message):

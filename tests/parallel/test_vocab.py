@@ -259,7 +259,7 @@ def test_target_outside_the_vocabulary_is_an_error():
         ({"vocab_size": 0}, ArgumentError, "but it is 0"),
     ],
 )
-def test_misfits_are_named(change, error, message):
+def test_arguments_that_do_not_fit_are_refused_by_name(change, error, message):
     arguments = {"logits": torch.zeros(3, 5), "targets": torch.zeros(3, dtype=torch.int64), **change}
     with pytest.raises(error, match=message):
         vocab_parallel_logprobs(**arguments)
@@ -308,7 +308,9 @@ def _sharded(rank, world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "world", [1, pytest.param(2, marks=pytest.mark.quick), pytest.param(4, marks=pytest.mark.long)]
+)
 def test_sharded_equals_whole_on_every_rank(world):
     results = run_ranks(world, _sharded)
     for index, (sizes, valid, temperature, offset) in enumerate(LAYOUTS[world]):

@@ -320,6 +320,7 @@ def test_a_key_that_vllm_has_is_not_taken_for_that_of_another_engine(recipe):
     assert "++policy.generation.vllm_cfg.enable_prefix_caching=false" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_overrides_that_take_too_many_copies_are_refused(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("".join(f"k{i}: 1\n" for i in range(9000)), encoding="utf-8")

@@ -410,7 +410,7 @@ DIFFERING = {
 
 
 @pytest.mark.slow
-def test_misfits_of_ranks_and_groups_are_named():
+def test_ranks_and_groups_that_do_not_fit_are_refused():
     results = run_ranks(4, _misfits)
     wrong = {"size", "rank", "no share", "one of two", "order", "three", "sequences", "lengths", "twice"}
     for rank, found in enumerate(results):

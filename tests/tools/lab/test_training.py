@@ -157,6 +157,7 @@ def test_docs_per_step_and_global_batch_size_are_one_way_of_training(tiny):
     assert course(by_documents)[0] == course(tiny())[0]
 
 
+@pytest.mark.quick
 def test_vetoed_batch_leaves_policy_and_optimiser_as_they_are(tiny):
     veto = {"batch_veto": {"max": 1e-12, "max_in_a_row": 2}}
     trainer = Trainer(tiny(), build_loss({**tiny().loss_fn, **veto}))
