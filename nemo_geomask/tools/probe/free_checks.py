@@ -18,20 +18,14 @@ _DECODE_FACTOR = 4.0
 
 @dataclass(frozen=True)
 class FreeCheck:
-    """Result of a check.
+    """Result of a check."""
 
-    Attributes:
-        name: what is checked.
-        outcome: ``fine``; ``fault``, with which the ledger means nothing; ``noted``, which the ledger may explain; or
-            ``not judged`` where there is not enough data.
-        message: what was found.
-        fix: the way out, or what it means; empty if all is fine.
-    """
-
-    name: str
+    name: str  # what is checked
+    # ``fine``; ``fault``, with which the ledger means nothing; ``noted``, which the ledger may explain; or ``not
+    # judged`` where there is not enough data
     outcome: Literal["fine", "fault", "noted", "not judged"]
-    message: str
-    fix: str = ""
+    message: str  # what was found
+    fix: str = ""  # the way out, or what it means; empty if all is fine
 
 
 def free_checks(

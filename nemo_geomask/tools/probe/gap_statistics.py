@@ -31,40 +31,24 @@ def _numpy() -> Any:
 
 @dataclass(frozen=True)
 class Gap:
-    """Gap between two sides.
+    """Gap between two sides."""
 
-    Attributes:
-        tokens: number of tokens.
-        k3: mean of exp(Δ) − 1 − Δ in nats a token, with Δ the first side's log-prob minus the second's, within ±5.
-        large: share of tokens with |Δ| > 0.1.
-        very_large: share of tokens with |Δ| > ln 2.
-        median: median of |Δ|.
-        largest: largest |Δ|.
-    """
-
-    tokens: int
-    k3: float
-    large: float
-    very_large: float
-    median: float
-    largest: float
+    tokens: int  # number of tokens
+    k3: float  # mean of exp(Δ) − 1 − Δ in nats a token, with Δ the first side's log-prob minus the second's, within ±5
+    large: float  # share of tokens with |Δ| > 0.1
+    very_large: float  # share of tokens with |Δ| > ln 2
+    median: float  # median of |Δ|
+    largest: float  # largest |Δ|
 
 
 @dataclass(frozen=True)
 class GapChange:
-    """Change of a gap's k3 from one arm to another.
+    """Change of a gap's k3 from one arm to another."""
 
-    Attributes:
-        value: k3 after minus k3 before, nats a token.
-        low: lower end of its 95 % interval, by bootstrap over prompts.
-        high: upper end.
-        p: two-sided p-value of no change, by the signs of the prompts' changes.
-    """
-
-    value: float
-    low: float
-    high: float
-    p: float
+    value: float  # k3 after minus k3 before, nats a token
+    low: float  # lower end of its 95 % interval, by bootstrap over prompts
+    high: float  # upper end
+    p: float  # two-sided p-value of no change, by the signs of the prompts' changes
 
 
 def k3_of(delta: Any) -> Any:

@@ -49,68 +49,40 @@ def verdict_of(change: GapChange, adjusted_p: float, before: float, floor: float
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """Effect of a switch on the mismatch.
+    """Effect of a switch on the mismatch."""
 
-    Attributes:
-        switch: the switch.
-        was: the recipe's value; None if it has none.
-        ran: the value of the baseline, where a smaller machine replaced the recipe's.
-        also: values that had to change with it, by dotted key.
-        verdict: see :data:`Verdict`.
-        note: reason of the verdict, where numbers don't give it.
-        differences: resolved settings in which the arm differs from the baseline, as (before, after) by name.
-        after: gap of the arm.
-        change: change of k3.
-        adjusted_p: p-value adjusted by Holm's method.
-        share: share of the baseline's k3 that is gone.
-        last_share: share of the baseline's k3 that comes back if all conservative values but this one are set.
-        shapley: mean share over all orders, for the top switches.
-        is_confirmed: True if the fresh prompts show the change too; None if that was not looked at.
-        throughput: speed of the side with the switch over its speed before, minus 1.
-    """
-
-    switch: MismatchSwitch
-    was: Any
-    verdict: Verdict
-    note: str = ""
-    ran: Any = None
-    also: Mapping[str, Any] = field(default_factory=dict)
+    switch: MismatchSwitch  # the switch
+    was: Any  # the recipe's value; None if it has none
+    verdict: Verdict  # see :data:`Verdict`
+    note: str = ""  # reason of the verdict, where numbers don't give it
+    ran: Any = None  # the value of the baseline, where a smaller machine replaced the recipe's
+    also: Mapping[str, Any] = field(default_factory=dict)  # values that had to change with it, by dotted key
+    # resolved settings in which the arm differs from the baseline, as (before, after) by name
     differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    after: Gap | None = None
-    change: GapChange | None = None
-    adjusted_p: float | None = None
-    share: float | None = None
+    after: Gap | None = None  # gap of the arm
+    change: GapChange | None = None  # change of k3
+    adjusted_p: float | None = None  # p-value adjusted by Holm's method
+    share: float | None = None  # share of the baseline's k3 that is gone
+    # share of the baseline's k3 that comes back if all conservative values but this one are set
     last_share: float | None = None
-    shapley: float | None = None
-    is_confirmed: bool | None = None
-    throughput: float | None = None
+    shapley: float | None = None  # mean share over all orders, for the top switches
+    is_confirmed: bool | None = None  # True if the fresh prompts show the change too; None if that was not looked at
+    throughput: float | None = None  # speed of the side with the switch over its speed before, minus 1
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """All rows, and what they are measured against.
+    """All rows, and what they are measured against."""
 
-    Attributes:
-        baseline: gap between trainer and decode with the recipe's settings.
-        triangle: gaps D–P, P–T and D–T of the baseline, by name.
-        floor: largest change of k3 between repetitions of the baseline.
-        repetitions: gap of each side with its own repetitions, by name.
-        all_conservative: gap with all conservative values; None if there is no such arm.
-        rows: the rows, the largest share first.
-        prompts: number of prompts that the rows are computed over; as many others confirm them.
-        starts: number of starts that the ledger uses.
-        is_complete: False if the budget ended first.
-    """
-
-    baseline: Gap
-    triangle: Mapping[str, Gap]
-    floor: float
-    repetitions: Mapping[str, Gap]
-    all_conservative: Gap | None
-    rows: tuple[LedgerRow, ...]
-    prompts: int
-    starts: int
-    is_complete: bool = True
+    baseline: Gap  # gap between trainer and decode with the recipe's settings
+    triangle: Mapping[str, Gap]  # gaps D–P, P–T and D–T of the baseline, by name
+    floor: float  # largest change of k3 between repetitions of the baseline
+    repetitions: Mapping[str, Gap]  # gap of each side with its own repetitions, by name
+    all_conservative: Gap | None  # gap with all conservative values; None if there is no such arm
+    rows: tuple[LedgerRow, ...]  # the rows, the largest share first
+    prompts: int  # number of prompts that the rows are computed over; as many others confirm them
+    starts: int  # number of starts that the ledger uses
+    is_complete: bool = True  # False if the budget ended first
 
     @property
     def has_mismatch(self) -> bool:

@@ -22,29 +22,20 @@ _BINS = 8
 
 @dataclass(frozen=True)
 class LayerDifferences:
-    """Differences of hidden states between trainer and engine.
+    """Differences of hidden states between trainer and engine."""
 
-    Attributes:
-        grown: by layer, the relative difference of its output as both sides run.
-        arising: by operator, the relative difference of its output for the engine's own input.
-        floor: relative difference that rounding explains.
-        routes: by layer, the share of tokens with other experts as both sides run.
-        routes_of_same_input: the same for the engine's own input.
-        head_k3: k3 in nats a token between the engine's prefill and the trainer's head on the engine's last hidden
-            states; None if it was not computed.
-        first: first operator, in the order of the forward pass, whose difference for the same input exceeds the floor;
-            empty if there is none.
-        error: why nothing was compared; empty if something was.
-    """
-
-    grown: Mapping[str, float]
-    arising: Mapping[str, float]
-    floor: float
-    routes: Mapping[str, float]
-    routes_of_same_input: Mapping[str, float]
+    grown: Mapping[str, float]  # by layer, the relative difference of its output as both sides run
+    arising: Mapping[str, float]  # by operator, the relative difference of its output for the engine's own input
+    floor: float  # relative difference that rounding explains
+    routes: Mapping[str, float]  # by layer, the share of tokens with other experts as both sides run
+    routes_of_same_input: Mapping[str, float]  # the same for the engine's own input
+    # k3 in nats a token between the engine's prefill and the trainer's head on the engine's last hidden states; None
+    # if it was not computed
     head_k3: float | None
+    # first operator, in the order of the forward pass, whose difference for the same input exceeds the floor; empty
+    # if there is none
     first: str
-    error: str = ""
+    error: str = ""  # why nothing was compared; empty if something was
 
     @property
     def is_equal(self) -> bool:
@@ -59,42 +50,25 @@ class LayerDifferences:
 
 @dataclass(frozen=True)
 class PositionBin:
-    """Mean |Δ| of the tokens at some positions of the responses.
+    """Mean |Δ| of the tokens at some positions of the responses."""
 
-    Attributes:
-        first: first position, from 0.
-        last: last position.
-        decode_prefill: mean |engine's decode − its prefill|.
-        trainer_decode: mean |trainer − engine's decode|.
-        tokens: number of tokens.
-    """
-
-    first: int
-    last: int
-    decode_prefill: float
-    trainer_decode: float
-    tokens: int
+    first: int  # first position, from 0
+    last: int  # last position
+    decode_prefill: float  # mean |engine's decode − its prefill|
+    trainer_decode: float  # mean |trainer − engine's decode|
+    tokens: int  # number of tokens
 
 
 @dataclass(frozen=True)
 class TokenGap:
-    """Token with a large |Δ|.
+    """Token with a large |Δ|."""
 
-    Attributes:
-        token: its id.
-        text: its text; empty if it is not known.
-        prompt: number of its prompt.
-        position: its position in the response.
-        trainer: the trainer's log-prob.
-        decode: the engine's log-prob.
-    """
-
-    token: int
-    text: str
-    prompt: int
-    position: int
-    trainer: float
-    decode: float
+    token: int  # its id
+    text: str  # its text; empty if it is not known
+    prompt: int  # number of its prompt
+    position: int  # its position in the response
+    trainer: float  # the trainer's log-prob
+    decode: float  # the engine's log-prob
 
 
 def layer_differences(

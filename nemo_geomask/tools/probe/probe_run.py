@@ -44,33 +44,20 @@ _BATCH_TOKENS = 128
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Result of a probe.
+    """Result of a probe."""
 
-    Attributes:
-        recipe: path of the recipe.
-        overrides: overrides of the recipe.
-        checks: the checks that cost nothing.
-        ledger: the ledger.
-        layers: differences of hidden states: ``baseline``, and by id those with a switch that explains or contributes.
-        positions: mean |Δ| by position in the response.
-        worst: tokens with the largest |Δ|.
-        tokens: number of response tokens.
-        unprobed: parts of the recipe that the probe says nothing about.
-        seconds: total time.
-        runs: number of starts that were run now; the others were stored.
-    """
-
-    recipe: str
-    overrides: tuple[str, ...]
-    checks: tuple[FreeCheck, ...]
-    ledger: Ledger
+    recipe: str  # path of the recipe
+    overrides: tuple[str, ...]  # overrides of the recipe
+    checks: tuple[FreeCheck, ...]  # the checks that cost nothing
+    ledger: Ledger  # the ledger
+    # differences of hidden states: ``baseline``, and by id those with a switch that explains or contributes
     layers: Mapping[str, LayerDifferences]
-    positions: tuple[PositionBin, ...]
-    worst: tuple[TokenGap, ...]
-    tokens: int
-    seconds: float
-    runs: int
-    unprobed: tuple[str, ...] = ()
+    positions: tuple[PositionBin, ...]  # mean |Δ| by position in the response
+    worst: tuple[TokenGap, ...]  # tokens with the largest |Δ|
+    tokens: int  # number of response tokens
+    seconds: float  # total time
+    runs: int  # number of starts that were run now; the others were stored
+    unprobed: tuple[str, ...] = ()  # parts of the recipe that the probe says nothing about
 
     @property
     def is_answered(self) -> bool:

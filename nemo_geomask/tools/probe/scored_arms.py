@@ -18,25 +18,15 @@ EXCLUDED = -1000.0
 
 @dataclass(frozen=True)
 class FrozenTokens:
-    """The response tokens of the frozen sequences, one after the other.
+    """The response tokens of the frozen sequences, one after the other."""
 
-    Attributes:
-        ids: token ids, [N].
-        prompts: number of each token's prompt, [N].
-        positions: position of each token in its response, [N].
-        lengths: length of each response, [S].
-        sampled: log-probs that the sampling side reported as it sampled, [N].
-        by_trainer: True for tokens that the trainer sampled; the engine sampled the others, [N].
-        is_fresh: True for tokens that serve to confirm alone: those of every second prompt, [N].
-    """
-
-    ids: Any
-    prompts: Any
-    positions: Any
-    lengths: tuple[int, ...]
-    sampled: Any
-    by_trainer: Any
-    is_fresh: Any
+    ids: Any  # token ids, [N]
+    prompts: Any  # number of each token's prompt, [N]
+    positions: Any  # position of each token in its response, [N]
+    lengths: tuple[int, ...]  # length of each response, [S]
+    sampled: Any  # log-probs that the sampling side reported as it sampled, [N]
+    by_trainer: Any  # True for tokens that the trainer sampled; the engine sampled the others, [N]
+    is_fresh: Any  # True for tokens that serve to confirm alone: those of every second prompt, [N]
 
     @classmethod
     def from_frozen(cls, frozen: Mapping[str, Any]) -> FrozenTokens:

@@ -32,21 +32,16 @@ _MAX_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Start:
-    """One start of the workers, or of an engine in place of theirs.
+    """One start of the workers, or of an engine in place of theirs."""
 
-    Attributes:
-        name: name for the reader.
-        settings: settings of the workers, by dotted key.
-        engine: settings with which an engine is started in place of the workers' own, by dotted key below
-            ``policy.generation``; None leaves them their engine, and starts new workers.
-        decode: options of each request to the engine's decode, by name.
-        trainer: options of each request to the trainer, by name.
-    """
-
-    name: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # name for the reader
+    settings: Mapping[str, Any] = field(default_factory=dict)  # settings of the workers, by dotted key
+    # settings with which an engine is started in place of the workers' own, by dotted key below
+    # ``policy.generation``; None leaves them their engine, and starts new workers
     engine: Mapping[str, Any] | None = None
+    # options of each request to the engine's decode, by name
     decode: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"base": {}})
+    # options of each request to the trainer, by name
     trainer: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"base": {}})
 
     @property
@@ -58,21 +53,14 @@ class Start:
 
 @dataclass(frozen=True)
 class StartAnswer:
-    """Scores of a start.
+    """Scores of a start."""
 
-    Attributes:
-        error: why there are none; empty if there are.
-        scores: the answer of :func:`~nemo_geomask.tools.probe.scoring_job.score`.
-        weights: groups of weights that differ between trainer and engine after the refit; None if not compared.
-        sent: checksum of the weights that the trainer sent; empty if it is not known.
-        seconds: time of the start and its scores.
-    """
-
-    error: str
-    scores: Mapping[str, Any]
+    error: str  # why there are none; empty if there are
+    scores: Mapping[str, Any]  # the answer of :func:`~nemo_geomask.tools.probe.scoring_job.score`
+    # groups of weights that differ between trainer and engine after the refit; None if not compared
     weights: Sequence[str] | None
-    sent: str
-    seconds: float
+    sent: str  # checksum of the weights that the trainer sent; empty if it is not known
+    seconds: float  # time of the start and its scores
 
 
 class StartStore:

@@ -31,21 +31,13 @@ _COMPARED = ("loss", "grad_norm", "gen_kl_error", "token_mult_prob_error", "prob
 
 @dataclass(frozen=True)
 class Comparison:
-    """One metric of two runs at one step.
+    """One metric of two runs at one step."""
 
-    Attributes:
-        step: counted from 1.
-        name: NeMo-RL's name of the metric.
-        ours: value under the recipe's loss.
-        theirs: value under NeMo-RL's loss.
-        sampled_alike: True if both runs drew the same samples up to this step; only then must the values be equal.
-    """
-
-    step: int
-    name: str
-    ours: float
-    theirs: float
-    sampled_alike: bool
+    step: int  # counted from 1
+    name: str  # NeMo-RL's name of the metric
+    ours: float  # value under the recipe's loss
+    theirs: float  # value under NeMo-RL's loss
+    sampled_alike: bool  # True if both runs drew the same samples up to this step; only then must the values be equal
 
     @property
     def difference(self) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.losses import PrestepPass
 from nemo_geomask.records.writer import Recorder
-from nemo_geomask.tools.rehearse import loss_calls, weight_sums
+from nemo_geomask.tools.rehearse import worker_counts
 from nemo_geomask.tools.rehearse.event_log import Events, stage_of
 
 _RAY_TIMEOUT = 60.0  # seconds
@@ -89,7 +89,7 @@ def _compare_after_refit(events: Events, original: Callable[..., Any]) -> Callab
 
 def _compare_weights(events: Events) -> None:
     """Log which groups of weights differ between the training workers and the engines, once for each refit."""
-    sent = max(_call_workers(_policies, weight_sums.read_sent_sums), key=lambda answer: int(answer["refits"]))
+    sent = max(_call_workers(_policies, worker_counts.read_sent_sums), key=lambda answer: int(answer["refits"]))
     refits = int(sent["refits"])
     if refits in _compared_refits:
         return  # both are wrapped, and refit_policy_generation calls sync_weights
@@ -99,17 +99,17 @@ def _compare_weights(events: Events) -> None:
         return
     engines = 0
     compared: set[str] = set()
-    differences: dict[str, weight_sums.Difference] = {}
-    for processes in filter(None, _call_workers(_samplers, weight_sums.engine_sums)):
+    differences: dict[str, worker_counts.Difference] = {}
+    for processes in filter(None, _call_workers(_samplers, worker_counts.engine_sums)):
         if len(processes) != 1:
             events("weights", error=f"an engine of {len(processes)} processes has shards of the weights", refits=refits)
             return
         engines += 1
         dtypes = {dtype for sums in processes[0].values() for dtype in sums}
-        if unknown := sorted(dtypes - set(weight_sums.ENGINE_DTYPES)):
+        if unknown := sorted(dtypes - set(worker_counts.ENGINE_DTYPES)):
             events("weights", error=f"the engine keeps weights in {', '.join(unknown)}", refits=refits)
             return
-        for difference in weight_sums.compare(sent["sums"], processes[0]):
+        for difference in worker_counts.compare(sent["sums"], processes[0]):
             differences.setdefault(difference.group, difference)
         compared |= sent["sums"].keys() & processes[0].keys()
     if engines and not compared:
@@ -136,7 +136,7 @@ def _seed_sampler(seeds: Iterator[int], original: Callable[..., Any]) -> Callabl
         # Validation is not repeated where a run resumes: it must not use up the seeds of the steps.
         seed = _VALIDATION_SEED if _validations else next(seeds)
         workers = self.worker_group.workers
-        importlib.import_module("ray").get([worker.__ray_call__.remote(loss_calls.seed, seed) for worker in workers])
+        importlib.import_module("ray").get([worker.__ray_call__.remote(worker_counts.seed, seed) for worker in workers])
         return original(self, *args, **kwargs)
 
     return call
@@ -200,9 +200,9 @@ def _log_stage(
 def _count_losses(events: Events, policy: Any) -> None:
     """Make the workers of a policy count the losses that they call, and sum the weights that they send."""
     workers = policy.worker_group.workers
-    importlib.import_module("ray").get([worker.__ray_call__.remote(loss_calls.count_calls) for worker in workers])
+    importlib.import_module("ray").get([worker.__ray_call__.remote(worker_counts.count_calls) for worker in workers])
     _policies.add(policy)
-    events("worker_counts", step=0, workers=_call_workers(_policies, loss_calls.read_counts))
+    events("worker_counts", step=0, workers=_call_workers(_policies, worker_counts.read_counts))
 
 
 def _track_recorder(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,7 +224,7 @@ def _log_metrics(events: Events, original: Callable[..., Any]) -> Callable[..., 
             # The driver and the single controller end without Python's exit handlers: nothing may be left to write.
             for recorder in list(_recorders):
                 recorder.flush()
-            events("worker_counts", step=int(step), workers=_call_workers(_policies, loss_calls.read_counts))
+            events("worker_counts", step=int(step), workers=_call_workers(_policies, worker_counts.read_counts))
         events("end", stage="metrics", label=prefix)
         return result
 

@@ -26,27 +26,16 @@ _LOST_RECORD = re.compile(
 
 @dataclass(frozen=True)
 class RunEvidence:
-    """Data of a finished run, by which it is judged.
+    """Data of a finished run, by which it is judged."""
 
-    Attributes:
-        events: its events, in order.
-        metrics: metrics by training step.
-        steps: numbers of the steps that were to be trained.
-        loss_name: ``loss_fn.name``; None if NeMo-RL's own loss was asked for.
-        records: folder of its records; None if it was not to be recorded.
-        mismatch: diagnosis of the records; None without records.
-        log: the driver's output.
-        is_validated: True if NeMo-RL was to validate.
-    """
-
-    events: Sequence[Mapping[str, Any]]
-    metrics: Mapping[int, Mapping[str, float]]
-    steps: Sequence[int]
-    loss_name: str | None
-    records: Path | None = None
-    mismatch: Mismatch | None = None
-    log: str = ""
-    is_validated: bool = False
+    events: Sequence[Mapping[str, Any]]  # its events, in order
+    metrics: Mapping[int, Mapping[str, float]]  # metrics by training step
+    steps: Sequence[int]  # numbers of the steps that were to be trained
+    loss_name: str | None  # ``loss_fn.name``; None if NeMo-RL's own loss was asked for
+    records: Path | None = None  # folder of its records; None if it was not to be recorded
+    mismatch: Mismatch | None = None  # diagnosis of the records; None without records
+    log: str = ""  # the driver's output
+    is_validated: bool = False  # True if NeMo-RL was to validate
 
     @property
     def worker_counts(self) -> list[Mapping[str, Any]]:

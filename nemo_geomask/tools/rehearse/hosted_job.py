@@ -33,16 +33,11 @@ _TICK = 0.1  # seconds between looks for the answer
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """Outcome of a hosted job.
+    """Outcome of a hosted job."""
 
-    Attributes:
-        error: last error; empty if the job ended well.
-        is_timeout: True if the time limit was reached.
-        events: the driver's events, as :mod:`~nemo_geomask.tools.rehearse.event_log` writes them.
-    """
-
-    error: str
-    is_timeout: bool
+    error: str  # last error; empty if the job ended well
+    is_timeout: bool  # True if the time limit was reached
+    # the driver's events, as :mod:`~nemo_geomask.tools.rehearse.event_log` writes them
     events: tuple[Mapping[str, Any], ...]
 
 

@@ -22,17 +22,13 @@ from nemo_geomask.tools.diagnose import UNSURE_LOGPROB, diagnose, find_run, surv
 
 @dataclass(frozen=True)
 class HealthyLimits:
-    """Largest mismatch that a healthy tiny model shows.
+    """Largest mismatch that a healthy tiny model shows."""
 
-    Attributes:
-        noise: median of |Δ| / (1 − p) over tokens, with Δ = trainer's − sampler's log-prob, and p the sampler's
-            probability of the token: about the size of the noise on a logit.
-        far: share of tokens where it exceeds ``far_noise``.
-        far_noise: noise above which a token counts as far apart; a token that is routed to other experts may be.
-    """
-
+    # median of |Δ| / (1 − p) over tokens, with Δ = trainer's − sampler's log-prob, and p the sampler's probability of
+    # the token: about the size of the noise on a logit
     noise: float
-    far: float
+    far: float  # share of tokens where it exceeds ``far_noise``
+    # noise above which a token counts as far apart; a token that is routed to other experts may be
     far_noise: float = 0.5
 
 
@@ -99,42 +95,26 @@ _MAX_OUTSIDE = 0.04
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Mismatch between trainer and sampler in a rehearsal's records.
+    """Mismatch between trainer and sampler in a rehearsal's records."""
 
-    Attributes:
-        tokens: trained tokens with log-probs of both.
-        noise: as in :class:`HealthyLimits`.
-        far: as in :class:`HealthyLimits`.
-        k3: mean of exp(Δ) − 1 − Δ, nats a token.
-        above: share of tokens that the trainer finds likelier than the sampler by more than the healthy noise.
-        below: share of tokens that the trainer finds less likely by more than the healthy noise.
-        outside: share of tokens with a log-prob of exactly 0 from one engine where the other is unsure, if both
-            filter by top-p or top-k. The other measures are without them.
-        tilt: correlation of Δ with the trainer's log-prob over tokens.
-        limits: what is healthy.
-        cause: fault in a phrase; empty if there is none.
-        details: what the fault shows in.
-        setting: the setting that is likely behind it.
-        fix: the way out.
-        since: first step that shows the fault; None if it is that of all steps.
-        unjudged: why there is no verdict; empty if there is one.
-    """
-
-    limits: HealthyLimits
-    tokens: int = 0
-    noise: float = 0.0
-    far: float = 0.0
-    k3: float = 0.0
+    limits: HealthyLimits  # what is healthy
+    tokens: int = 0  # trained tokens with log-probs of both
+    noise: float = 0.0  # as in :class:`HealthyLimits`
+    far: float = 0.0  # as in :class:`HealthyLimits`
+    k3: float = 0.0  # mean of exp(Δ) − 1 − Δ, nats a token
+    # share of tokens that the trainer finds likelier than the sampler by more than the healthy noise
     above: float = 0.0
-    below: float = 0.0
+    below: float = 0.0  # share of tokens that the trainer finds less likely by more than the healthy noise
+    # share of tokens with a log-prob of exactly 0 from one engine where the other is unsure, if both filter by top-p
+    # or top-k. The other measures are without them.
     outside: float = 0.0
-    tilt: float = 0.0
-    cause: str = ""
-    details: str = ""
-    setting: str = ""
-    fix: str = ""
-    since: int | None = None
-    unjudged: str = ""
+    tilt: float = 0.0  # correlation of Δ with the trainer's log-prob over tokens
+    cause: str = ""  # fault in a phrase; empty if there is none
+    details: str = ""  # what the fault shows in
+    setting: str = ""  # the setting that is likely behind it
+    fix: str = ""  # the way out
+    since: int | None = None  # first step that shows the fault; None if it is that of all steps
+    unjudged: str = ""  # why there is no verdict; empty if there is one
 
     @property
     def sentence(self) -> str:

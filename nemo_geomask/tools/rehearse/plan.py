@@ -35,33 +35,19 @@ _ENVIRONMENT = "nemo_geomask_rehearsal"
 
 @dataclass(frozen=True)
 class Plan:
-    """A rehearsal of one recipe.
+    """A rehearsal of one recipe."""
 
-    Attributes:
-        changes: changes to the recipe.
-        layout: parallel layout of the rehearsal.
-        full_layout: parallel layout of the recipe.
-        model: the tiny model.
-        steps: rollout batches to train on.
-        script: NeMo-RL's script, relative to its checkout.
-        gpu_count: number of GPUs that Ray has, or claims to have.
-        uses_automodel: True if DTensor v2's workers train, which are Automodel's.
-        has_teacher: True for on-policy distillation, which needs a second tiny model.
-        unrehearsed: parts of the recipe that the rehearsal says nothing about.
-        keeps_fp8_cache: True if a CPU's engine has the recipe's fp8 KV cache, beside weights that are not quantised.
-    """
-
-    changes: tuple[Change, ...]
-    layout: Layout
-    full_layout: Layout
-    model: TinyModel
-    steps: int
-    script: str
-    gpu_count: int
-    uses_automodel: bool
-    has_teacher: bool
-    unrehearsed: tuple[str, ...]
-    keeps_fp8_cache: bool
+    changes: tuple[Change, ...]  # changes to the recipe
+    layout: Layout  # parallel layout of the rehearsal
+    full_layout: Layout  # parallel layout of the recipe
+    model: TinyModel  # the tiny model
+    steps: int  # rollout batches to train on
+    script: str  # NeMo-RL's script, relative to its checkout
+    gpu_count: int  # number of GPUs that Ray has, or claims to have
+    uses_automodel: bool  # True if DTensor v2's workers train, which are Automodel's
+    has_teacher: bool  # True for on-policy distillation, which needs a second tiny model
+    unrehearsed: tuple[str, ...]  # parts of the recipe that the rehearsal says nothing about
+    keeps_fp8_cache: bool  # True if a CPU's engine has the recipe's fp8 KV cache, beside weights that are not quantised
 
     @property
     def overrides(self) -> tuple[str, ...]:

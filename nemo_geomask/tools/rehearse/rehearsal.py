@@ -38,37 +38,23 @@ _PROMPTS, _COMMAND = "prompts.jsonl", "command.txt"
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Rehearsal of a recipe and its outcome.
+    """Rehearsal of a recipe and its outcome."""
 
-    Attributes:
-        recipe: path of the recipe.
-        nemo_rl: path of the NeMo-RL checkout.
-        findings: findings of ``check`` on the recipe.
-        gpus: True if it ran on GPUs.
-        plan: changes to the recipe; None if the recipe has errors, and nothing was run.
-        outcome: outcome of the run; None if nothing was run.
-        folder: folder of model, log and metrics.
-        seconds: total time, with validation.
-        control: outcome with NeMo-RL's own loss; None if it was not run.
-        ours_only: settings that NeMo-RL's own loss does not have, so that there is no control.
-        resumed: outcome of the last step alone, resumed from the checkpoint before it; None if it was not run.
-        resume_changes: overrides under which it was resumed; its metrics then need not equal the first run's.
-        command: the driver's command; empty if there is no plan.
-    """
-
-    recipe: Path
-    nemo_rl: Path
-    findings: tuple[Finding, ...]
-    gpus: bool
-    plan: Plan | None
-    outcome: RunResult | None
-    folder: Path
-    seconds: float
-    control: RunResult | None = None
-    ours_only: tuple[str, ...] = ()
+    recipe: Path  # path of the recipe
+    nemo_rl: Path  # path of the NeMo-RL checkout
+    findings: tuple[Finding, ...]  # findings of ``check`` on the recipe
+    gpus: bool  # True if it ran on GPUs
+    plan: Plan | None  # changes to the recipe; None if the recipe has errors, and nothing was run
+    outcome: RunResult | None  # outcome of the run; None if nothing was run
+    folder: Path  # folder of model, log and metrics
+    seconds: float  # total time, with validation
+    control: RunResult | None = None  # outcome with NeMo-RL's own loss; None if it was not run
+    ours_only: tuple[str, ...] = ()  # settings that NeMo-RL's own loss does not have, so that there is no control
+    # outcome of the last step alone, resumed from the checkpoint before it; None if it was not run
     resumed: RunResult | None = None
+    # overrides under which it was resumed; its metrics then need not equal the first run's
     resume_changes: tuple[str, ...] = ()
-    command: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()  # the driver's command; empty if there is no plan
 
     @property
     def resumptions(self) -> tuple[Comparison, ...]:

@@ -28,68 +28,41 @@ State = Literal["ran", "failed", "running", "not reached", "not in the recipe"]
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a rehearsal.
+    """One stage of a rehearsal."""
 
-    Attributes:
-        name: one of :data:`~nemo_geomask.tools.rehearse.event_log.STAGES`.
-        state: ``running`` if the time limit was reached in this stage.
-        seconds: total time.
-        first: time of the first pass, which loads and compiles; None if it never ended.
-        times: number of passes.
-        labels: NeMo-RL's names of what ran.
-    """
-
-    name: str
-    state: State
-    seconds: float = 0.0
-    first: float | None = None
-    times: int = 0
-    labels: tuple[str, ...] = ()
+    name: str  # one of :data:`~nemo_geomask.tools.rehearse.event_log.STAGES`
+    state: State  # ``running`` if the time limit was reached in this stage
+    seconds: float = 0.0  # total time
+    first: float | None = None  # time of the first pass, which loads and compiles; None if it never ended
+    times: int = 0  # number of passes
+    labels: tuple[str, ...] = ()  # NeMo-RL's names of what ran
 
 
 @dataclass(frozen=True)
 class RunFailure:
-    """Reason why a run failed.
+    """Reason why a run failed."""
 
-    Attributes:
-        stage: stage that failed.
-        error: the innermost error, in one line.
-        text: the error with the worker's traceback.
-        setting: setting that is the likely cause; None if unknown.
-        fix: what to change.
-    """
-
-    stage: str
-    error: str
-    text: str
-    setting: str | None = None
-    fix: str | None = None
+    stage: str  # stage that failed
+    error: str  # the innermost error, in one line
+    text: str  # the error with the worker's traceback
+    setting: str | None = None  # setting that is the likely cause; None if unknown
+    fix: str | None = None  # what to change
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Outcome of one run.
+    """Outcome of one run."""
 
-    Attributes:
-        stages: all stages, in order.
-        failure: None if the run was completed and counts as rehearsed.
-        unmet: conditions of :mod:`~nemo_geomask.tools.rehearse.gate` that it does not meet.
-        mismatch: diagnosis of its records; None if it was not recorded.
-        weights: comparisons of the weights of trainer and engine after refits: ``weights`` events.
-        metrics: metrics by training step.
-        loss: number of calls in all workers, by the repr of the loss.
-        workers: report of each worker, see :func:`nemo_geomask.tools.rehearse.loss_calls.read_counts`.
-        seconds: run time of the driver.
-    """
-
-    stages: tuple[Stage, ...]
-    failure: RunFailure | None
-    metrics: Mapping[int, Mapping[str, float]]
-    loss: Mapping[str, int] = field(default_factory=dict)
+    stages: tuple[Stage, ...]  # all stages, in order
+    failure: RunFailure | None  # None if the run was completed and counts as rehearsed
+    metrics: Mapping[int, Mapping[str, float]]  # metrics by training step
+    loss: Mapping[str, int] = field(default_factory=dict)  # number of calls in all workers, by the repr of the loss
+    # report of each worker, see :func:`nemo_geomask.tools.rehearse.worker_counts.read_counts`
     workers: tuple[Mapping[str, Any], ...] = ()
-    seconds: float = 0.0
-    unmet: tuple[RunFailure, ...] = ()
-    mismatch: Mismatch | None = None
+    seconds: float = 0.0  # run time of the driver
+    unmet: tuple[RunFailure, ...] = ()  # conditions of :mod:`~nemo_geomask.tools.rehearse.gate` that it does not meet
+    mismatch: Mismatch | None = None  # diagnosis of its records; None if it was not recorded
+    # comparisons of the weights of trainer and engine after refits: ``weights`` events
     weights: tuple[Mapping[str, Any], ...] = ()
 
     def judged(self, unmet: tuple[RunFailure, ...], mismatch: Mismatch | None) -> RunResult:

@@ -13,22 +13,14 @@ from nemo_geomask.tools.rehearse.refusals import BACKEND
 
 @dataclass(frozen=True)
 class Change:
-    """Change of one setting.
+    """Change of one setting."""
 
-    Attributes:
-        key: dotted key.
-        value: the new value; None is written as null.
-        was: the recipe's value; None if it has none.
-        why: reason in a few words; empty if the change follows from the tiny model, the prompts or the folders.
-        pinned: write the value even if it stays the same: the recipe interpolates another key, which may change.
-        delete: delete the key first, for a mapping that must not be merged.
-    """
-
-    key: str
-    value: Any
-    was: Any = None
-    why: str = ""
-    delete: bool = False
+    key: str  # dotted key
+    value: Any  # the new value; None is written as null
+    was: Any = None  # the recipe's value; None if it has none
+    why: str = ""  # reason in a few words; empty if the change follows from the tiny model, the prompts or the folders
+    delete: bool = False  # delete the key first, for a mapping that must not be merged
+    # write the value even if it stays the same: the recipe interpolates another key, which may change
     pinned: bool = False
 
     @property

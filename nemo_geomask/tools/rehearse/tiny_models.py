@@ -159,19 +159,13 @@ _DROPPED_KEYS = (
 
 @dataclass(frozen=True)
 class TinyModel:
-    """Description of a model to create.
+    """Description of a model to create."""
 
-    Attributes:
-        model_type: transformers' name of the architecture.
-        source: where the architecture was read from.
-        settings: keys of its configuration: tiny sizes, merged into the recipe's own config.json if there is one.
-        is_recurrent: True if a layer keeps a state from token to token, as Mamba's and linear attention do.
-    """
-
-    model_type: str
-    source: str
+    model_type: str  # transformers' name of the architecture
+    source: str  # where the architecture was read from
+    # keys of its configuration: tiny sizes, merged into the recipe's own config.json if there is one
     settings: Mapping[str, Any] = field(default_factory=dict)
-    is_recurrent: bool = False
+    is_recurrent: bool = False  # True if a layer keeps a state from token to token, as Mamba's and linear attention do
 
 
 def tiny_model(name: str, layout: Layout, *, recipe: Path | None = None) -> TinyModel:

@@ -21,7 +21,6 @@ from nemo_geomask.tools.probe.probe_report import location_lines, sentence
 from nemo_geomask.tools.probe.probe_run import COMMON_SETTINGS, choose_switches, probe
 from nemo_geomask.tools.rehearse.hosted_job import JobSession
 from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
-from tests.tools.probe.one_process import OneProcess
 from tests.tools.probe.planted_workers import FUNCTION, VARIABLE
 from tests.tools.rehearse.real_runs import MOE, RECIPE
 
@@ -238,15 +237,10 @@ def main(folder, names, *overrides):
             _write(lines, name, run_started_plant, name, folder / name.replace(" ", "-"))
         if names and names == started:
             return
-        if overrides[:1] == ("one-process",):
-            session = OneProcess(folder / "model", *overrides[1:])
-        else:
-            session = sessions(folder, *(ADAPTER if ADAPTER_PLANTS.keys() & set(names) else ()), *overrides)
+        session = sessions(folder, *(ADAPTER if ADAPTER_PLANTS.keys() & set(names) else ()), *overrides)
         with contextlib.closing(session):
             for name in names or PLANTS:
-                plant, _, seed = name.partition("#")  # "nothing#3": the same plant on other prompts
-                session.seed = int(seed or 11)
-                _write(lines, name, run_plant, session, plant, folder / name.replace(" ", "-"))
+                _write(lines, name, run_plant, session, name, folder / name.replace(" ", "-"))
 
 
 def _write(lines, name, run, *arguments):

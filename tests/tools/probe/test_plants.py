@@ -1,7 +1,7 @@
 """Planted causes are found and explain the mismatch; nothing is found where nothing was planted.
 
-NeMo-RL's engine worker runs vLLM; see :mod:`tests.tools.probe.one_process` for what stands in for the rest. Causes in
-the layout of the trainer are planted in all of NeMo-RL's workers, and take about ten minutes each.
+They are planted in NeMo-RL's own workers, which are kept for all of them, or started anew where the cause is in the
+layout of the trainer. That takes about ten minutes each.
 """
 
 import importlib.util
@@ -15,35 +15,20 @@ import pytest
 
 pytest.importorskip("nemo_geomask.tools.rehearse", reason="its stand-ins run NeMo-RL's workers on CPUs")
 
-from nemo_geomask.recipe import nemo_rl_root
 from nemo_geomask.tools.rehearse.launch_environment import supports_fp8_cache
-from tests.tools.probe.one_process import MISSING
 from tests.tools.probe.planted_probes import FP8_CACHE, PLANTS, STARTED_PLANTS
+from tests.tools.rehearse.real_runs import ROOT, needs_nemo_rl
 
-ROOT = nemo_rl_root()
 PACKAGE = Path(__file__).parents[3]
-SITE = "from tests.tools.probe.one_process import prepare\n\nprepare()\n"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(
-        bool({*MISSING} - {"nemo_rl"}), reason=f"vLLM and NeMo-RL's requirements are needed; missing: {MISSING}"
-    ),
-    pytest.mark.skipif(ROOT is None, reason="the engine's worker is NeMo-RL's: set NEMO_RL_ROOT"),
-]
+pytestmark = [pytest.mark.timeout(7200), *needs_nemo_rl, pytest.mark.long]  # the first limit of time holds
 
 
-def run_plants(folder, path, *arguments):
+def run_plants(folder, names):
     """Results of the script by name of the plant, and the end of what it wrote."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.tools.probe.planted_probes", str(folder), *arguments],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, path)),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",
-        },
+        [sys.executable, "-m", "tests.tools.probe.planted_probes", str(folder), names],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
         check=False,
@@ -54,11 +39,9 @@ def run_plants(folder, path, *arguments):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """All plants in one process, whose shims have to be in place before torch is imported."""
+    """All plants in the same workers, whose engine is started for each arm."""
     folder = tmp_path_factory.mktemp("plants")
-    (folder / "site").mkdir()
-    (folder / "site" / "sitecustomize.py").write_text(SITE)
-    found, output = run_plants(folder, (folder / "site", PACKAGE, ROOT), "", "one-process")
+    found, output = run_plants(folder, "")
     assert len(found) == len(PLANTS), output
     return found
 
@@ -96,7 +79,7 @@ def test_a_key_that_this_nemo_rl_ignores_is_not_effective(results):
 )
 @pytest.mark.parametrize("name", STARTED_PLANTS)
 def test_causes_in_the_trainers_layout_are_found(name, tmp_path):
-    found, output = run_plants(tmp_path, (PACKAGE,), name)
+    found, output = run_plants(tmp_path, name)
     assert name in found, output
     result = found[name]
     assert "error" not in result, result["error"]

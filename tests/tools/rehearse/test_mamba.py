@@ -23,28 +23,29 @@ def silu(value):
     return value * torch.sigmoid(value)
 
 
-def recurrence(zxbcdt, weight, bias, dt_bias, decay, skip, seq_idx):
+def recurrence(zxbcdt, weight, bias, dt_bias, decay, skip, sequence):
     """[B, T, inner]: state ← exp(dt A) state + dt x Bᵀ, y = state C + D x, then silu(z) y; anew in each sequence."""
     inner, rows = HEADS * WIDTH, []
-    for row, sequences in zip(zxbcdt, seq_idx, strict=True):
-        state, tokens = torch.zeros(HEADS, WIDTH, STATES, dtype=torch.float64), []
+    for row, sequences in zip(zxbcdt, sequence, strict=True):
+        states, tokens = [torch.zeros(WIDTH, STATES, dtype=torch.float64)] * HEADS, []
         for at, token in enumerate(row):
-            if at and sequences[at] != sequences[at - 1]:
-                state = torch.zeros_like(state)
-            mixed = bias.clone()
-            for back in range(KERNEL):
-                if at >= back and sequences[at - back] == sequences[at]:
-                    mixed = mixed + weight[:, KERNEL - 1 - back] * row[at - back, inner:-HEADS]
-            mixed = silu(mixed)
-            x = mixed[:inner].view(HEADS, WIDTH)
-            b, c = mixed[inner:].view(2, GROUPS, STATES)
+            terms = [
+                weight[:, KERNEL - 1 - back] * row[at - back, inner:-HEADS]
+                for back in range(min(KERNEL, at + 1))
+                if sequences[at - back] == sequences[at]
+            ]
+            mixed = silu(bias + sum(terms))
+            x, (b, c) = mixed[:inner].view(HEADS, WIDTH), mixed[inner:].view(2, GROUPS, STATES)
             step = torch.log1p(torch.exp(token[-HEADS:] + dt_bias))
-            y = torch.empty(HEADS, WIDTH, dtype=torch.float64)
-            for head in range(HEADS):
-                group = head * GROUPS // HEADS
-                grown = step[head] * x[head][:, None] * b[group][None]
-                state[head] = torch.exp(step[head] * decay[head]) * state[head] + grown
-                y[head] = state[head] @ c[group] + skip[head] * x[head]
+            kept = at == 0 or bool(sequences[at] == sequences[at - 1])
+            states = [
+                (torch.exp(step[head] * decay[head]) * state if kept else 0)
+                + step[head] * torch.outer(x[head], b[head * GROUPS // HEADS])
+                for head, state in enumerate(states)
+            ]
+            y = torch.stack(
+                [state @ c[head * GROUPS // HEADS] + skip[head] * x[head] for head, state in enumerate(states)]
+            )
             tokens.append(y.flatten() * silu(token[:inner]))
         rows.append(torch.stack(tokens))
     return torch.stack(rows)
@@ -72,41 +73,12 @@ def test_gradients_are_those_of_the_recurrence(inputs):
     leaves = [value.clone().requires_grad_() for value in inputs]
     sequence = (torch.arange(TOKENS) >= 4).long().expand(2, -1)
     goal = tensors((2, TOKENS, HEADS * WIDTH), seed=1)[0]
-    expected = torch.autograd.grad((recurrence_of(leaves, sequence) * goal).sum(), leaves)
+    expected = torch.autograd.grad((recurrence(*leaves, sequence) * goal).sum(), leaves)
     got = torch.autograd.grad(
         (split_conv_scan(*leaves, 4, seq_idx=sequence, headdim=WIDTH, ngroups=GROUPS) * goal).sum(), leaves
     )
     for one, other in zip(got, expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-3, atol=1e-3)
-
-
-def recurrence_of(leaves, sequence):
-    """The recurrence without writing in place, so that it has gradients."""
-    zxbcdt, weight, bias, dt_bias, decay, skip = leaves
-    inner, rows = HEADS * WIDTH, []
-    for row, sequences in zip(zxbcdt, sequence, strict=True):
-        states, tokens = [torch.zeros(WIDTH, STATES, dtype=torch.float64)] * HEADS, []
-        for at, token in enumerate(row):
-            terms = [
-                weight[:, KERNEL - 1 - back] * row[at - back, inner:-HEADS]
-                for back in range(min(KERNEL, at + 1))
-                if sequences[at - back] == sequences[at]
-            ]
-            mixed = silu(bias + sum(terms))
-            x, (b, c) = mixed[:inner].view(HEADS, WIDTH), mixed[inner:].view(2, GROUPS, STATES)
-            step = torch.log1p(torch.exp(token[-HEADS:] + dt_bias))
-            kept = at == 0 or bool(sequences[at] == sequences[at - 1])
-            states = [
-                (torch.exp(step[head] * decay[head]) * state if kept else 0)
-                + step[head] * torch.outer(x[head], b[head * GROUPS // HEADS])
-                for head, state in enumerate(states)
-            ]
-            y = torch.stack(
-                [state @ c[head * GROUPS // HEADS] + skip[head] * x[head] for head, state in enumerate(states)]
-            )
-            tokens.append(y.flatten() * silu(token[:inner]))
-        rows.append(torch.stack(tokens))
-    return torch.stack(rows)
 
 
 def test_convolution_without_bias_or_activation():

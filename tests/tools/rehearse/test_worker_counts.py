@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_geomask.tools.rehearse import weight_sums
+from nemo_geomask.tools.rehearse import worker_counts
 
 SHAPES = {
     "model.embed_tokens.weight": (32, 8),
@@ -40,9 +40,9 @@ def sent():
         def stream(params_generator, buffer_size_bytes):
             received.extend(params_generator)
 
-        weight_sums.sum_streamed(stream)(params_generator=iter(weights.items()), buffer_size_bytes=1)
+        worker_counts.sum_streamed(stream)(params_generator=iter(weights.items()), buffer_size_bytes=1)
         assert [name for name, _ in received] == list(weights)
-        return weight_sums.read_sent_sums()["sums"]
+        return worker_counts.read_sent_sums()["sums"]
 
     return send
 
@@ -67,29 +67,29 @@ def engine(weights, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_weights_that_arrived_are_equal_in_any_dtype(weights, sent, dtype):
-    (held,) = weight_sums.engine_sums(engine(weights, dtype))
-    assert weight_sums.compare(sent(weights), held) == []
+    (held,) = worker_counts.engine_sums(engine(weights, dtype))
+    assert worker_counts.compare(sent(weights), held) == []
     assert set(held) == {"embed_tokens.weight", "layers.0", "layers.1", "lm_head.weight"}
 
 
 def test_one_weight_that_is_stale_by_one_step_of_bfloat16(weights, sent):
-    (held,) = weight_sums.engine_sums(engine(weights))
+    (held,) = worker_counts.engine_sums(engine(weights))
     key = "model.layers.1.mlp.experts.1.up_proj.weight"
     trained = {**weights, key: weights[key].clone()}
     trained[key][0, 0] *= 1 + 2.0**-7
-    (difference,) = weight_sums.compare(sent(trained), held)
+    (difference,) = worker_counts.compare(sent(trained), held)
     assert difference.group == "layers.1"
     assert difference.size > 0
 
 
 def test_nan_is_a_difference_and_a_tied_embedding_is_not(weights, sent):
-    (held,) = weight_sums.engine_sums(engine(weights))
+    (held,) = worker_counts.engine_sums(engine(weights))
     del held["lm_head.weight"]
-    assert weight_sums.compare(sent(weights), held) == []
+    assert worker_counts.compare(sent(weights), held) == []
     broken = {**weights, "model.embed_tokens.weight": weights["model.embed_tokens.weight"] * torch.nan}
-    assert [difference.group for difference in weight_sums.compare(sent(broken), held)] == ["embed_tokens.weight"]
-    (held,) = weight_sums.engine_sums(engine(broken))
-    assert weight_sums.compare(sent(broken), held) == []  # the engine has what the trainer has
+    assert [difference.group for difference in worker_counts.compare(sent(broken), held)] == ["embed_tokens.weight"]
+    (held,) = worker_counts.engine_sums(engine(broken))
+    assert worker_counts.compare(sent(broken), held) == []  # the engine has what the trainer has
 
 
 @pytest.mark.parametrize("is_decay", [True, False])
@@ -101,12 +101,12 @@ def test_the_decay_of_a_state_space_as_the_engine_keeps_it(sent, is_decay):
     def held(value):
         name = f"model.layers.0.mixer.{'A' if is_decay else 'A_log'}"
         weights = {"model.layers.0.mixer.in_proj.weight": torch.ones(4, 4).bfloat16(), name: value}
-        (answer,) = weight_sums.engine_sums(engine_with(weights.items))
+        (answer,) = worker_counts.engine_sums(engine_with(weights.items))
         return answer
 
     value = -log.exp() if is_decay else log
-    assert weight_sums.compare(sums, held(value)) == []
-    (difference,) = weight_sums.compare(sums, held(value * 1.01))
+    assert worker_counts.compare(sums, held(value)) == []
+    (difference,) = worker_counts.compare(sums, held(value * 1.01))
     assert difference.group == f"layers.0.{'A' if is_decay else 'A_log'}"
 
 
@@ -119,19 +119,19 @@ def test_scales_of_an_fp8_cache_are_compared_but_for_the_one_that_is_never_sent(
         f"{prefix}.attn.k_scale": torch.tensor(held_scale).bfloat16(),
         f"{prefix}.attn.prob_scale": torch.tensor(-1.0).bfloat16(),
     }
-    (answer,) = weight_sums.engine_sums(engine_with(held.items))
-    assert [each.group for each in weight_sums.compare(sums, answer)] == ([] if held_scale < 1 else ["layers.0"])
+    (answer,) = worker_counts.engine_sums(engine_with(held.items))
+    assert [each.group for each in worker_counts.compare(sums, answer)] == ([] if held_scale < 1 else ["layers.0"])
 
 
 def test_a_broadcast_is_summed_as_it_is_converted(weights, sent):
-    by_stream, refits = sent(weights), weight_sums.read_sent_sums()["refits"]
+    by_stream, refits = sent(weights), worker_counts.read_sent_sums()["refits"]
 
     def producer(iterator, group, src, post_iter_func, *, num_buffers=None):
         for item in iterator:
             post_iter_func(item)
 
-    weight_sums.sum_broadcast(producer)(iter(weights.items()), None, 0, post_iter_func=lambda item: item[1])
-    answer = weight_sums.read_sent_sums()
+    worker_counts.sum_broadcast(producer)(iter(weights.items()), None, 0, post_iter_func=lambda item: item[1])
+    answer = worker_counts.read_sent_sums()
     assert answer["sums"] == by_stream
     assert answer["refits"] == refits + 1
 
@@ -139,17 +139,17 @@ def test_a_broadcast_is_summed_as_it_is_converted(weights, sent):
 def test_a_workers_own_shard():
     model = torch.nn.Linear(2, 1, bias=False)
     model.weight.data = torch.tensor([[1.0, -3.0]])
-    assert weight_sums.local_sums(SimpleNamespace(model=model)) == [-2.0, 4.0]
-    assert weight_sums.local_sums(SimpleNamespace(model=[model, model])) == [-4.0, 8.0]
-    assert weight_sums.local_sums(SimpleNamespace()) is None
+    assert worker_counts.local_sums(SimpleNamespace(model=model)) == [-2.0, 4.0]
+    assert worker_counts.local_sums(SimpleNamespace(model=[model, model])) == [-4.0, 8.0]
+    assert worker_counts.local_sums(SimpleNamespace()) is None
 
 
 def test_a_worker_without_an_engine():
-    assert weight_sums.engine_sums(SimpleNamespace(llm=None)) is None
+    assert worker_counts.engine_sums(SimpleNamespace(llm=None)) is None
 
 
 def test_an_asynchronous_engine_answers_on_its_own_loop(weights):
-    (expected,) = weight_sums.engine_sums(engine(weights))
+    (expected,) = worker_counts.engine_sums(engine(weights))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -163,7 +163,7 @@ def test_an_asynchronous_engine_answers_on_its_own_loop(weights):
         task = SimpleNamespace(get_loop=lambda: loop)
         core = SimpleNamespace(resources=SimpleNamespace(output_queue_task=task))
         llm = SimpleNamespace(collective_rpc=collective_rpc, engine_core=core, output_handler=None)
-        assert weight_sums.engine_sums(SimpleNamespace(llm=llm)) == [expected]
+        assert worker_counts.engine_sums(SimpleNamespace(llm=llm)) == [expected]
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()

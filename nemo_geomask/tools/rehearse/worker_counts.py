@@ -1,4 +1,4 @@
-"""Checksums of the weights on both sides of a refit: those that training workers send, and those in the engine.
+"""What is counted in NeMo-RL's workers: calls of losses, refits, and checksums of the weights on both sides of a refit.
 
 A refit renames weights (q, k and v become one matrix in vLLM, and so do experts) and casts them to the engine's dtype.
 The checksum of a group of weights is therefore its sum and its sum of absolute values in float64: neither fusion nor
@@ -15,13 +15,17 @@ import functools
 import importlib
 import inspect
 import math
+import os
+import platform
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_geomask.errors import EngineError
-from nemo_geomask.hosts.nemo_rl import patch
+from nemo_geomask.hosts.nemo_rl import facts, patch
+from nemo_geomask.losses import PolicyLoss
 
 Sums = dict[str, dict[str, list[float]]]
 """By group and dtype: the sum, the sum of absolute values and the number of elements."""
@@ -188,19 +192,12 @@ def _sum_parameters(worker: Any) -> Sums:
 
 @dataclass(frozen=True)
 class Difference:
-    """A group of weights that differs between trainer and engine.
+    """A group of weights that differs between trainer and engine."""
 
-    Attributes:
-        group: the layer or the weight.
-        sent: the trainer's sum of absolute values, in the engine's dtype.
-        in_engine: the engine's sum of absolute values.
-        size: the larger difference of both sums, relative to the trainer's sum of absolute values.
-    """
-
-    group: str
-    sent: float
-    in_engine: float
-    size: float
+    group: str  # the layer or the weight
+    sent: float  # the trainer's sum of absolute values, in the engine's dtype
+    in_engine: float  # the engine's sum of absolute values
+    size: float  # the larger difference of both sums, relative to the trainer's sum of absolute values
 
 
 def compare(sent: Mapping[str, Any], engine: Mapping[str, Any]) -> list[Difference]:
@@ -222,3 +219,56 @@ def compare(sent: Mapping[str, Any], engine: Mapping[str, Any]) -> list[Differen
         if not (size <= tolerance or is_nan):
             differences.append(Difference(group, absolute, in_engine[1], size))
     return differences
+
+
+# Number of calls in this process, by the loss's repr.
+_calls: dict[str, int] = {}
+
+
+def count_calls(actor: Any = None) -> None:
+    """Start counting refits, and calls of our losses and NeMo-RL's, in this process; a second call does nothing."""
+    patch.apply_all(_patches(actor))
+
+
+def read_counts(actor: Any = None) -> dict[str, Any]:
+    """Return the counts of this process, and where it runs.
+
+    Returns:
+        ``calls``: number by the loss's repr; ``refits``: number of times that it sent its weights; ``weights``: see
+        :func:`local_sums`; ``file``: path of nemo_geomask; ``pid``, ``python``, ``host``.
+    """
+    return {
+        "calls": dict(_calls),
+        "refits": read_sent_sums()["refits"],
+        "weights": local_sums(actor),
+        "file": importlib.import_module("nemo_geomask").__file__,
+        "pid": os.getpid(),
+        "python": sys.executable,
+        "host": platform.node(),
+    }
+
+
+def seed(actor: Any, number: int) -> None:
+    """Seed this process's generator, from which vLLM samples if its engine runs in the process."""
+    importlib.import_module("torch").manual_seed(number)
+
+
+def _patches(actor: Any) -> Iterator[patch.Patch]:
+    yield patch.attribute(PolicyLoss, "__call__", _count)
+    yield patch.attribute(PolicyLoss, "packed", _count)
+    nemo_rl_loss = getattr(importlib.import_module(facts.LOSS_MODULE), facts.LOSS_CLASS, None)
+    if nemo_rl_loss is not None:
+        yield patch.attribute(nemo_rl_loss, "__call__", _count)
+    yield from observe_sends(actor)
+
+
+def _count(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name = f"{type(self).__module__}.{type(self).__qualname__}"
+        if isinstance(self, PolicyLoss):  # under that name also a subclass, such as the one that keeps log-probs
+            name = repr(self).replace(type(self).__name__, PolicyLoss.__name__, 1)
+        _calls[name] = _calls.get(name, 0) + 1
+        return original(self, *args, **kwargs)
+
+    return call
