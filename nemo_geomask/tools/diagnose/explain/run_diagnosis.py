@@ -75,6 +75,7 @@ class RunDiagnosis:
         surprise: mean of −gen over these steps, in nats a token.
         unjudged_reason: why no verdict is possible; empty if there is one.
         comparison: mismatch relative to the other run, if the run was compared with one.
+        remark: what a healthy run shows of the age of its samples; empty if nothing.
     """
 
     health: Health
@@ -88,6 +89,7 @@ class RunDiagnosis:
     surprise: float
     unjudged_reason: str = ""
     comparison: MismatchRatio | None = None
+    remark: str = ""
 
     @property
     def cause(self) -> Cause | None:
@@ -111,7 +113,8 @@ class RunDiagnosis:
             compared = f", {ratio.times:.3g} times ({ratio.low:.3g} to {ratio.high:.3g}; {k3})"
             compared += f" the mismatch of {ratio.name}"
         if self.health == "healthy":
-            return f"healthy{compared}: {self._readings_text()}"
+            remark = f"; {self.remark}" if self.remark else ""
+            return f"healthy{compared}: {self._readings_text()}{remark}"
         since = f" since step {self.since}" if self.since is not None else ""
         return f"{self.health}{since}{compared}: {self.explanation}"
 

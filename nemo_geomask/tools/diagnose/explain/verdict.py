@@ -142,6 +142,7 @@ def diagnose(
         counted_steps=len(recent),
         surprise=total.mean("surprise"),
         unjudged_reason=unjudged_reason,
+        remark=_explain_staleness(detections) if health == "healthy" else "",
         comparison=comparison,
     )
 
@@ -321,12 +322,20 @@ def _explain_few_sequences(
     )
 
 
+def _explain_staleness(detections: Mapping[str, Detection]) -> str:
+    """Return what is left open of the samples' age, which keeps no asynchronous run within the limits from health."""
+    detection = detections.get("staleness")
+    if detection is None or not detection.is_open:
+        return ""
+    return f"older samples differ more, as expected of an asynchronous run ({detection.description})"
+
+
 def _explain_open_causes(detections: Mapping[str, Detection]) -> str:
     """Return the causes that keep a run from being called healthy, and why; empty if there is none."""
     reasons = [
         f"{cause.id.replace('_', ' ')} ({detection.description}; needs {detection.needs})"
         for cause in CAUSES
-        if (detection := detections[cause.id]).is_open
+        if cause.id != "staleness" and (detection := detections[cause.id]).is_open
     ]
     return f"within the limits, but not testable for {'; '.join(reasons)}" if reasons else ""
 

@@ -133,11 +133,11 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def _parse_row(values: Any, location: str, number: int) -> dict[str, Any]:
     """Return a line's values under the names of the record's columns, tokens as arrays without the padding."""
-    if not isinstance(values, dict) or any(name not in values for name in _REQUIRED):
-        missing = ", ".join(name for name in _REQUIRED if not isinstance(values, dict) or name not in values)
+    missing = [name for name in _REQUIRED if not isinstance(values, dict) or values.get(name) is None]
+    if missing:
         raise DataError(
-            f"{location}: has no {missing}, which NeMo-RL's GRPO and PPO loops write into train_data_step{{N}}.jsonl "
-            "(distillation does not)"
+            f"{location}: has no {', '.join(missing)}, which NeMo-RL's GRPO and PPO loops write into "
+            "train_data_step{N}.jsonl (distillation does not)"
         )
 
     def single(name: str) -> Any:

@@ -121,7 +121,10 @@ def _number_table(diagnosis: RunDiagnosis) -> Table:
     for limit in HEALTH_LIMITS:
         value, low, high, _ = limit.read(after)
         values = (value,) if before is None else (limit.read(before).value, value)
-        comparison = f"{limit.sign} {limit.drifting:g} | {limit.broken:g}"
+        health = diagnosis.readings[limit.name].health
+        comparison = f"{limit.sign} {limit.drifting:g} | {limit.broken:g}" + (
+            f": {health}" if health != "healthy" else ""
+        )
         rows.append((limit.name, *values, f"{low:.4g} to {high:.4g}", comparison, limit.definition))
     for quantity in QUANTITIES:
         value = float(quantity.value(after))
@@ -136,9 +139,14 @@ def _number_table(diagnosis: RunDiagnosis) -> Table:
             suffix = ", of |Δ|" if unit == "capped_abs" else ""
             rows.append((f"mask {mask}{suffix}", *shares, "", "", definition))
     sides = diagnosis.evidence.side_names[before is None :]
+    title = "Numbers, Δ = prev − gen of a trained token"
+    if diagnosis.health != "healthy" and not diagnosis.unjudged_reason:
+        decisive = [name for name, reading in diagnosis.readings.items() if reading.health == diagnosis.health]
+        decided = ", ".join(decisive) or "the cause or the change alone, as no number is that far beyond its limit"
+        title += f"; {diagnosis.health} by {decided}"
     return Table(
         "numbers",
-        "Numbers, Δ = prev − gen of a trained token",
+        title,
         ("", *sides, CONFIDENCE_LABEL, "drifting | broken", "definition"),
         rows,
     )

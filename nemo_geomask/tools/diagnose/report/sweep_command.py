@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from nemo_geomask.errors import ConfigError
+from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.recipe import read_recipe
-from nemo_geomask.tools.diagnose.measure.run_survey import read_step
+from nemo_geomask.tools.diagnose.explain.verdict import diagnose
+from nemo_geomask.tools.diagnose.measure.run_survey import read_step, survey_run
 from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, find_run
 from nemo_geomask.tools.diagnose.report import correction_sweep
 from nemo_geomask.tools.diagnose.report.candidate_outcome import DEFINITIONS, PARTS, WITHOUT_GRADIENT, CandidateOutcome
@@ -23,7 +24,10 @@ from nemo_geomask.tools.shared.json_output import JSON_VERSION, to_json
 from nemo_geomask.tools.shared.progress_bar import track
 from nemo_geomask.tools.shared.terminal_text import escape_line
 
-__all__ = ["SweepOptions", "run_sweep"]
+_WRONG_LOGPROBS = ("positive_logprobs", "shifted", "zero_logprobs", "nonfinite")
+"""Causes whose log-probs are not those of the tokens."""
+MAX_NONFINITE = 1e-3
+"""Share of non-finite log-probs up to which a replay leaves them out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +66,8 @@ def run_sweep(options: SweepOptions) -> str:
 
     Raises:
         ConfigError: an option or the recipe is invalid, or the folder holds several runs.
-        DataError: the folder holds no run, its records lack columns that a replay needs, or no token has a gradient.
+        DataError: the folder holds no run, its records lack columns that a replay needs, their log-probs are wrong, or
+            no token has a gradient.
     """
     if options.step_count < 1:
         raise ConfigError(f"--steps {options.step_count} must be at least 1")
@@ -76,6 +81,7 @@ def run_sweep(options: SweepOptions) -> str:
             candidates.insert(1, recipe_candidate)
     candidates, incompatible = correction_sweep.select_compatible(candidates, base)
     batches = _StepBatches(run, _choose_steps(run.steps, options), options.cache)
+    _check_logprobs(run, batches.steps, options.cache)
     steps = track(batches, len(batches.steps), "replaying steps")
     outcomes = correction_sweep.replay(steps, candidates, base, at=options.at)
     reason = explain_no_recommendation(outcomes)
@@ -108,6 +114,19 @@ def run_sweep(options: SweepOptions) -> str:
     if block:
         print(block)
     return reason
+
+
+def _check_logprobs(run: RunFiles, steps: Sequence[int], cache: Path | None) -> None:
+    """Raise DataError if the log-probs of the steps are wrong: what a correction does is computed from them."""
+    diagnosis = diagnose(survey_run(run, steps, cache))
+    for shown in diagnosis.shown:
+        detection = shown.ranked.detection
+        is_trace = shown.cause.id == "nonfinite" and detection.value <= MAX_NONFINITE
+        if shown.cause.id in _WRONG_LOGPROBS and not is_trace:
+            raise DataError(
+                f"{run.directory}: {shown.cause.name} ({detection.description}): bias and variance would be computed "
+                f"from wrong log-probs; {shown.cause.action}"
+            )
 
 
 def _choose_steps(steps: Sequence[int], options: SweepOptions) -> list[int]:

@@ -1,13 +1,17 @@
 """A cause that the records could show, and leave open, keeps a run from being called healthy."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("pyarrow")
 
+from nemo_geomask.tools.diagnose.explain import verdict
+from nemo_geomask.tools.diagnose.explain.causes import CAUSES
 from nemo_geomask.tools.diagnose.explain.verdict import diagnose
 from nemo_geomask.tools.diagnose.locate.location_detectors import MIN_LIFT, MIN_SCORE, smallest_detectable_share
+from nemo_geomask.tools.diagnose.locate.run_evidence import Detection
 from nemo_geomask.tools.diagnose.planted_logs import RunShape
 from tests.evidence.diagnose.planted_causes import planted_run
 
@@ -20,6 +24,19 @@ def test_a_sure_difference_too_small_for_a_cause_leaves_it_open():
         "not judged: within the limits, but not testable for tool calls (turn 1 and more"
     )
     assert "needs another run (--against)" in diagnosis.headline
+
+
+def test_an_asynchronous_run_within_the_limits_is_healthy_with_a_remark(monkeypatch):
+    open_staleness = Detection(0.2, "staleness 1 and more: 1.4 times", needs="another run (--against)", is_open=True)
+    causes = [
+        replace(cause, detect=lambda *_: open_staleness) if cause.id == "staleness" else cause for cause in CAUSES
+    ]
+    monkeypatch.setattr(verdict, "CAUSES", causes)
+    diagnosis = diagnose(planted_run(31))
+    assert (diagnosis.health, diagnosis.unjudged_reason) == ("healthy", "")
+    assert diagnosis.headline.endswith(
+        "; older samples differ more, as expected of an asynchronous run (staleness 1 and more: 1.4 times)"
+    )
 
 
 def test_a_weak_tilt_leaves_the_temperature_open():

@@ -11,6 +11,7 @@ pytest.importorskip("pyarrow")
 
 import pyarrow.parquet as parquet
 
+from nemo_geomask.cli import main
 from nemo_geomask.errors import DataError
 from nemo_geomask.records.record_schema import RecordOrigin
 from nemo_geomask.records.stored_files import open_folder, store_record
@@ -224,3 +225,17 @@ def test_a_large_log_with_small_records_starts_no_processes(tmp_path):
     assert sum(path.stat().st_size for path in logs) > 2**25
     for _ in ("converted now", "read from the cache"):
         assert set(map_records(process_id, logs)) == {os.getpid()}
+
+
+@pytest.mark.parametrize(
+    "key", ["input_lengths", "token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs"]
+)
+@pytest.mark.parametrize("value", [None, [None], "absent"], ids=["null", "list of null", "absent"])
+def test_a_row_without_a_value_is_one_error_with_file_and_row(tmp_path, capsys, key, value):
+    row = log_row([1, 2, 3, 4, 5, 6], prompt=2)
+    broken = {name: column for name, column in row.items() if name != key} if value == "absent" else row | {key: value}
+    path = write_log(tmp_path, 1, [row, broken, row])
+    for command in ("diagnose", "sweep"):
+        assert main([command, str(tmp_path)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{path}:2: has " in line

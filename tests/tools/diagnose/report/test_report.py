@@ -279,9 +279,12 @@ def test_pngs_are_drawn_for_any_name(diagnoses, tmp_path):
 
 
 def test_the_command_writes_report_and_sweep(logged, tmp_path, capsys):
-    swept = tmp_path / "sweep.json"
-    assert main(["sweep", str(logged), "--steps", "1", "--json"]) == 1  # too few sequences for a recommendation
-    swept.write_text(capsys.readouterr().out, encoding="utf-8")
+    swept, folder = tmp_path / "sweep.json", tmp_path / "<img src=x onerror=alert(1)>"
+    folder.mkdir()
+    write_log(folder, 1, list(log_rows(planted_step(0, 1, shape=SHAPE))))
+    assert main(["sweep", str(folder), "--json"]) == 1  # too few sequences for a recommendation
+    output = json.loads(capsys.readouterr().out) | {"run": str(logged), "steps": [1]}
+    swept.write_text(json.dumps(output), encoding="utf-8")
     assert set(json.loads(swept.read_text())["definitions"]) == {"removed", "bias", "variance", "ess", "advantage"}
     report = tmp_path / "report.html"
     arguments = ["diagnose", str(logged), "--brief", "--html", str(report)]
@@ -367,3 +370,25 @@ def test_colours_have_enough_contrast_on_both_pages():
             dark, light = sorted((luminance(colour), luminance(page)))
             assert (light + 0.05) / (dark + 0.05) >= 3, (colour, page)
     assert not math.isnan(luminance(CONTRASTING_COLOURS[0]))
+
+
+def test_the_table_marks_the_numbers_that_made_the_verdict():
+    def title_and_marks(diagnosis):
+        table = diagnosis_tables(diagnosis)[0]
+        column = table.columns.index("drifting | broken")
+        return table.title, {row[0] for row in table.rows if row[column].endswith(("drifting", "broken"))}
+
+    diagnosis = diagnose(planted_run(0, "staleness", 30.0))
+    title, marked = title_and_marks(diagnosis)
+    assert marked == {name for name, reading in diagnosis.readings.items() if reading.health != "healthy"} != set()
+    assert title.endswith(
+        "; "
+        + diagnosis.health
+        + " by "
+        + ", ".join(name for name, reading in diagnosis.readings.items() if reading.health == diagnosis.health)
+    )
+    title, marked = title_and_marks(diagnose(planted_run(0, "zero_logprobs", 0.02)))
+    assert not marked
+    assert title.endswith("; broken by the cause or the change alone, as no number is that far beyond its limit")
+    title, marked = title_and_marks(diagnose(planted_run(0)))
+    assert (title, marked) == ("Numbers, Δ = prev − gen of a trained token", set())

@@ -2,7 +2,9 @@
 
 import json
 import math
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import yaml
 
@@ -142,7 +144,6 @@ def test_too_few_sequences_give_no_recommendation(tmp_path, capsys):
         ({"advantages": [[0.0] * 1000]}, "trained tokens of the replayed steps have an advantage of 0"),
         ({"token_loss_mask": [[0.0] * 1000]}, "no token of the replayed steps is trained"),
         ({"sample_loss_mask": [0.0]}, "no token of the replayed steps is trained"),
-        ({"generation_logprobs": [[math.nan] * 1000]}, "no token of the replayed steps is trained"),
     ],
 )
 def test_steps_without_a_gradient_are_an_error(tmp_path, capsys, change, message):
@@ -152,6 +153,51 @@ def test_steps_without_a_gradient_are_an_error(tmp_path, capsys, change, message
     out, err = capsys.readouterr()
     assert not out
     assert message in err
+
+
+def break_positive(block, share):
+    block.tokens["gen"][np.flatnonzero(block.tokens["mask"])[:: round(1 / share)]] = 1.0
+
+
+def break_nonfinite(block, share):
+    block.tokens["gen"][np.flatnonzero(block.tokens["mask"])[:: round(1 / share)]] = np.nan
+
+
+def break_shifted(block, share):
+    for first, last in pairwise(block.offsets[: max(2, round(share * len(block.offsets)))]):
+        block.tokens["gen"][first + 1 : last] = block.tokens["gen"][first : last - 1].copy()
+
+
+@pytest.mark.parametrize(
+    ("damage", "share", "message"),
+    [
+        (break_positive, 0.05, "log-probs above 0, which no distribution has"),
+        (break_nonfinite, 0.01, "log-probs that are NaN or infinite"),
+        (break_nonfinite, 1.0, "log-probs that are NaN or infinite"),
+        (break_shifted, 0.5, "log-probs shifted by one token"),
+    ],
+)
+@pytest.mark.parametrize("output", [[], ["--recommend"], ["--json"]], ids=lambda output: "".join(output) or "tables")
+def test_log_probs_that_diagnose_refuses_give_no_recommendation(tmp_path, capsys, damage, share, message, output):
+    for step in (1, 2):
+        planted = planted_step(0, step, shape=SHAPE)
+        damage(planted, share)
+        write_log(tmp_path, step, list(log_rows(planted)))
+    assert main(["diagnose", str(tmp_path)]) == 3
+    assert message in capsys.readouterr().out
+    assert main(["sweep", str(tmp_path), *output]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert message in err
+    assert "would be computed from wrong log-probs" in err
+
+
+def test_a_trace_of_non_finite_log_probs_is_left_out(tmp_path, capsys):
+    planted = planted_step(0, 1, shape=SHAPE)
+    break_nonfinite(planted, 0.0005)
+    write_log(tmp_path, 1, list(log_rows(planted)))
+    assert main(["sweep", str(tmp_path)]) == 0
+    assert "loss_fn:" in capsys.readouterr().out
 
 
 def test_several_runs_are_an_error(logs, tmp_path, capsys):
