@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from nemo_geomask.tools.lab.packed_rows import Packing
 
-__all__ = ["KVCache", "install_arithmetic", "linear"]
-
 _ATTENTION = "nemo_geomask_attention"
 _EXPERTS = "nemo_geomask_experts"
 
@@ -150,17 +148,11 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention, with the signature that ``transformers`` calls.
 
-    Args:
-        module: the layer.
-        query: [B, H, Q, D] with rotary embedding applied; [1, H, N, D] for packed tokens.
-        key: [B, G, K, D] with rotary embedding applied; while decoding it includes the cached tokens.
-        value: [B, G, K, D].
-        attention_mask: None; rows are padded on the right, so causality hides the padding.
-        packing: for packed tokens, determines which tokens each token may attend to.
-        scaling: factor that the scores are multiplied by.
+    query [B, H, Q, D] and key [B, G, K, D] have rotary embedding applied; value is [B, G, K, D]. Rows are padded on the
+    right, so that causality hides the padding, and ``attention_mask`` is None. ``packing`` says which of packed tokens
+    [1, H, N, D] a token may attend to.
 
-    Returns:
-        The output [B, Q, H, D], and None for the attention weights.
+    Returns: the output [B, Q, H, D], and None for the attention weights.
     """
     dtype = _product_dtype(query)
     with _disable_autocast(query.device.type):

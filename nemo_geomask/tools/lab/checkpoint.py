@@ -59,11 +59,9 @@ def remove_checkpoints(run: Run) -> None:
 def find_checkpoint(run: Run) -> tuple[Checkpoint | None, str]:
     """Return the latest intact checkpoint of a run, or None if it has none.
 
-    Returns:
-        The checkpoint, and a sentence on a later one that is damaged; empty if there is no such file.
+    Returns: The checkpoint, and a sentence on a later one that is damaged; empty if there is no such file.
 
-    Raises:
-        ConfigError: the run has checkpoints, and all of them are damaged.
+    Raises: ConfigError: the run has checkpoints, and all of them are damaged.
     """
     damage: dict[Path, str] = {}
     for path in (run.state_file, run.previous_state_file):

@@ -22,8 +22,6 @@ from nemo_geomask.errors import ConfigError, GeomaskError
 from nemo_geomask.losses import available, load
 from nemo_geomask.tools.lab.lab_recipe import LabConfig
 
-__all__ = ["ComparedLoss", "parse_compare", "parse_spec"]
-
 _LEVELS = tuple(LEVELS.built_in)
 _NONE = "none"
 _CORRECTION_KEYS = (
@@ -58,8 +56,7 @@ def parse_compare(text: str | Iterable[str], base: Mapping[str, Any], lab: LabCo
         base: the recipe's ``loss_fn:``, which every SPEC starts from.
         lab: the ``lab:`` section, with the presets' bounds.
 
-    Raises:
-        ConfigError: a SPEC is empty or listed twice, or its level or preset is unknown.
+    Raises: ConfigError: a SPEC is empty or listed twice, or its level or preset is unknown.
     """
     specs = [spec.strip() for spec in (text.split(",") if isinstance(text, str) else text)]
     if "" in specs:

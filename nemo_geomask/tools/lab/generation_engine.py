@@ -16,14 +16,43 @@ from torch import Tensor
 
 from nemo_geomask.tools.lab.arithmetic import KVCache
 from nemo_geomask.tools.lab.policy_config import GenerationConfig
-from nemo_geomask.tools.lab.progression_task import Prompts, Task
-from nemo_geomask.tools.lab.routing import hook_routers
-from nemo_geomask.tools.lab.token_sampling import draw_tokens, filter_logits
+from nemo_geomask.tools.lab.policy_model import hook_routers
+from nemo_geomask.tools.lab.tasks import Prompts, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["SampledResponses", "generate"]
+
+def filter_logits(logits: Tensor, config: GenerationConfig) -> Tensor:
+    """Divide logits by the temperature, and set the logits to -inf that top-k, and then top-p of the rest, exclude.
+
+    As in vLLM and NeMo-RL's trainer, tokens with the same logit as the k-th stay. A token stays if the more likely
+    tokens together have a probability below ``top_p``. The most likely token always stays.
+
+    Logits are [..., V] float32.
+    """
+    logits = logits / config.temperature
+    if config.top_k is not None:
+        kth = logits.topk(min(config.top_k, logits.shape[-1]), dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if config.top_p < 1.0:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        probs = ordered.softmax(dim=-1)
+        dropped = probs.cumsum(dim=-1) - probs >= config.top_p
+        dropped[..., 0] = False
+        logits = logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)
+    return logits
+
+
+def zero_filtered(logprobs: Tensor) -> Tensor:
+    """Replace the infinite log-probs of tokens that the trainer's filter excludes by 0, as NeMo-RL does."""
+    return torch.where(torch.isinf(logprobs), 0.0, logprobs)
+
+
+def draw_tokens(distribution: Tensor, uniform: Tensor) -> Tensor:
+    """Draw a token from each row of log-probs [B, V] by uniform numbers [B] in [0, 1); never one of probability 0."""
+    cumulative = distribution.double().exp().cumsum(dim=-1)
+    return (cumulative <= uniform[:, None].double() * cumulative[:, -1:]).sum(dim=-1)
 
 
 @dataclass(frozen=True)
@@ -137,13 +166,10 @@ class _Decoder:
 
     @torch.inference_mode()
     def run(self, current: int, rows: Tensor, tokens: Tensor, route_columns: slice) -> Tensor:
-        """Process tokens [rows, Q]; return the logits [rows, V] after the last one, and store the last tokens' routes.
+        """Process tokens [rows, Q] that are not in the cache; return the logits [rows, V] after the last one.
 
-        Args:
-            current: index of the engine.
-            rows: the tokens' rows in the full batch.
-            tokens: the tokens that are not in the cache yet.
-            route_columns: columns of ``routes`` to write, with the routes of the same number of last tokens.
+        Engine ``current`` runs. The routes of the last tokens are stored in the columns ``route_columns`` of
+        ``routes``.
         """
         output = self.engines[current](input_ids=tokens, past_key_values=self.cache)
         chosen = torch.stack(self._chosen[current], dim=1).view(*tokens.shape, *self.routes.shape[2:])
@@ -154,15 +180,9 @@ class _Decoder:
 
 
 def _write_replies(task: Any, input_ids: Tensor, width: int, length: int, rows: Tensor, replies: Tensor) -> None:
-    """Write the environment's replies into ``replies``, cut at the longest response.
+    """Write the environment's replies to the calls of some rows into ``replies`` [B, T], cut at the longest response.
 
-    Args:
-        task: the task, whose environment replies.
-        input_ids: [B, T], prompts and responses so far.
-        width: number of tokens of a prompt.
-        length: number of tokens so far, of which the last one is the call.
-        rows: the rows that call.
-        replies: [B, T], receives the replies.
+    The last of ``length`` tokens in ``input_ids`` is the call; prompts have ``width`` tokens.
     """
     for row in rows.tolist():
         ids = input_ids[row, :length].tolist()

@@ -17,30 +17,20 @@ from nemo_geomask.config.presets import PUBLISHED_SETTINGS
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.policy_config import PolicyConfig
 
-__all__ = [
-    "SEEDS",
-    "TASKS",
-    "AsyncGrpoConfig",
-    "EnvConfig",
-    "GrpoConfig",
-    "LabConfig",
-    "LabRecipe",
-]
-
 SEEDS = 2**32
-"""Number of valid seeds, which begin at 0; the limit is NumPy's, and therefore NeMo-RL's."""
+"""Number of valid seeds, which begin at 0, in NumPy and therefore in NeMo-RL."""
 
 TASKS: PluginGroup[Any] = PluginGroup(
     group="nemo_geomask.lab_tasks",
     noun="task",
     key="env.name",
-    requirement="a class whose of(env) returns a nemo_geomask.tools.lab.progression_task.Task (see "
+    requirement="a class whose of(env) returns a nemo_geomask.tools.lab.tasks.Task (see "
     "docs/how_to/plugin_corrections.md)",
     accepts=lambda task: isinstance(task, type) and callable(getattr(task, "of", None)),
     built_in={
-        "progressions": "nemo_geomask.tools.lab.progression_task:Progressions",
-        "lookups": "nemo_geomask.tools.lab.lookup_task:Lookups",
-        "answers": "nemo_geomask.tools.lab.progression_task:Answers",
+        "progressions": "nemo_geomask.tools.lab.tasks:Progressions",
+        "lookups": "nemo_geomask.tools.lab.tasks:Lookups",
+        "answers": "nemo_geomask.tools.lab.tasks:Answers",
     },
 )
 _PRESET_BOUNDS: Mapping[str, Mapping[str, Any]] = {
@@ -140,7 +130,7 @@ class GrpoConfig(StrictModel):
 
 
 class EnvConfig(StrictModel):
-    """``env:``, the task; see :mod:`nemo_geomask.tools.lab.progression_task`."""
+    """``env:``, the task; see :mod:`nemo_geomask.tools.lab.tasks`."""
 
     name: Annotated[str, TASKS] = Field(
         "progressions",
@@ -158,16 +148,12 @@ class EnvConfig(StrictModel):
     max_terms: int = Field(48, gt=0, description="Largest number of terms that a prompt requests.")
 
     @model_validator(mode="after")
-    def _check_options(self) -> EnvConfig:
+    def _check(self) -> EnvConfig:
         if self.options and TASKS.is_built_in(self.name):
             raise ValueError(
                 f"options ({', '.join(self.options)}) are for tasks from plugins, and {self.name} is built in; remove "
                 "them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_terms(self) -> EnvConfig:
         if self.min_terms > self.max_terms:
             raise ValueError(
                 f"min_terms ({self.min_terms}) exceeds max_terms ({self.max_terms}); lower min_terms or raise max_terms"
@@ -252,57 +238,44 @@ class LabRecipe(StrictModel):
     lab: LabConfig = LabConfig()
 
     @model_validator(mode="after")
-    def _check_in_flight(self) -> LabRecipe:
-        if self.policy.generation.backend == "vllm" and self.grpo.async_grpo.in_flight_weight_updates:
-            raise ValueError(
+    def _check_engines(self) -> LabRecipe:
+        generation, lab = self.policy.generation, self.lab
+        ranks = f"lab.tp, lab.cp and lab.dp ({lab.tp}, {lab.cp}, {lab.dp})"
+        is_vllm, has_ranks, is_cuda = generation.backend == "vllm", lab.processes > 1, lab.device == "cuda"
+        for is_wrong, message in (
+            (
+                is_vllm and self.grpo.async_grpo.in_flight_weight_updates,
                 "grpo.async_grpo.in_flight_weight_updates needs policy.generation.backend: copy. The lab calls vLLM "
-                "once for a rollout batch and can't load new weights in between"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_routes(self) -> LabRecipe:
-        if self.policy.generation.backend == "vllm" and self.policy.router_replay.enabled:
-            raise ValueError(
+                "once for a rollout batch and can't load new weights in between",
+            ),
+            (
+                is_vllm and self.policy.router_replay.enabled,
                 "policy.router_replay.enabled needs policy.generation.backend: copy. The lab does not read the experts "
-                "that vLLM selects"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_filter(self) -> LabRecipe:
-        if self.policy.generation.has_filters and self.lab.filter_logprobs and self.lab.tp > 1:
-            raise ValueError(
-                f"policy.generation.top_p and top_k need all logits of a token, and lab.tp ({self.lab.tp}) splits them "
-                "over ranks; set lab.tp: 1, or lab.filter_logprobs: false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_processes(self) -> LabRecipe:
-        if self.policy.generation.backend == "vllm" and self.lab.processes > 1:
-            raise ValueError(
+                "that vLLM selects",
+            ),
+            (
+                generation.has_filters and lab.filter_logprobs and lab.tp > 1,
+                f"policy.generation.top_p and top_k need all logits of a token, and lab.tp ({lab.tp}) splits them over "
+                "ranks; set lab.tp: 1, or lab.filter_logprobs: false",
+            ),
+            (
+                is_vllm and has_ranks,
                 "policy.generation.backend: vllm initialises torch.distributed in the training process for its own "
-                f"use, but lab.tp, lab.cp and lab.dp ({self.lab.tp}, {self.lab.cp}, {self.lab.dp}) need it too; set "
-                "these to 1, or the backend to copy"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_device(self) -> LabRecipe:
-        if self.lab.device == "cpu":
-            return self
-        if self.policy.generation.backend == "vllm":
-            raise ValueError(
+                f"use, but {ranks} need it too; set these to 1, or the backend to copy",
+            ),
+            (
+                is_cuda and is_vllm,
                 "lab.device: cuda is not supported with policy.generation.backend: vllm; set the backend to copy, or "
-                "lab.device: cpu"
-            )
-        if self.lab.processes > 1:
-            raise ValueError(
-                f"lab.device: cuda needs a single process, but lab.tp, lab.cp and lab.dp ({self.lab.tp}, "
-                f"{self.lab.cp}, {self.lab.dp}) start several, which exchange tensors over gloo, on the CPU; set these "
-                "to 1, or lab.device: cpu"
-            )
+                "lab.device: cpu",
+            ),
+            (
+                is_cuda and has_ranks,
+                f"lab.device: cuda needs a single process, but {ranks} start several, which exchange tensors over "
+                "gloo, on the CPU; set these to 1, or lab.device: cpu",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(message)
         return self
 
     @model_validator(mode="after")

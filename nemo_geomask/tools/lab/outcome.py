@@ -11,19 +11,6 @@ from typing import Any
 from nemo_geomask.tools.lab.run_store import RunCurves
 from nemo_geomask.tools.shared.intervals import mean_interval
 
-__all__ = [
-    "TARGET",
-    "WINDOW",
-    "VariantSummary",
-    "best_reward",
-    "final_reward",
-    "group_by_variant",
-    "has_collapsed",
-    "has_died",
-    "steps_to_reward",
-    "summarize_variants",
-]
-
 WINDOW = 10
 """Number of steps over which a reward is averaged, since the mean reward of one batch is noisy."""
 TARGET = 0.5
@@ -38,7 +25,7 @@ Row = dict[str, Any]
 
 def final_reward(rewards: Sequence[float]) -> float:
     """Return the mean reward of the last ten steps."""
-    return _average(rewards[-WINDOW:])
+    return fmean(rewards[-WINDOW:])
 
 
 def has_collapsed(rewards: Sequence[float]) -> bool:
@@ -58,7 +45,7 @@ def has_collapsed(rewards: Sequence[float]) -> bool:
 
 def best_reward(rewards: Sequence[float]) -> float:
     """Return the largest mean reward of ten consecutive steps; with fewer steps, the mean of all."""
-    return max(_moving_means(rewards), default=_average(rewards))
+    return max(_moving_means(rewards), default=fmean(rewards))
 
 
 def has_died(run: RunCurves, *, target: float = TARGET) -> bool:
@@ -72,8 +59,8 @@ def has_died(run: RunCurves, *, target: float = TARGET) -> bool:
     if run.steps < 2 * WINDOW or final_reward(run.series("reward")) >= target:
         return False
     norms, entropies = run.series("grad_norm"), run.series("approx_entropy")
-    has_no_gradient = _average(norms[-WINDOW:]) < _DEAD_GRADIENT * _average(norms[:WINDOW])
-    return has_no_gradient or _average(entropies[-WINDOW:]) < _DEAD_ENTROPY
+    has_no_gradient = fmean(norms[-WINDOW:]) < _DEAD_GRADIENT * fmean(norms[:WINDOW])
+    return has_no_gradient or fmean(entropies[-WINDOW:]) < _DEAD_ENTROPY
 
 
 def steps_to_reward(target: float, rewards: Sequence[float]) -> int | None:
@@ -84,12 +71,9 @@ def steps_to_reward(target: float, rewards: Sequence[float]) -> int | None:
 
 @dataclass(frozen=True)
 class VariantSummary:
-    """Results of one variant over its seeds.
+    """Results of one variant over its seeds: its runs, and its entry of ``summary.json``.
 
-    Attributes:
-        label: the variant's label.
-        curves: its runs.
-        row: the entry of ``summary.json``; a metric that the loss does not report is None.
+    In the row, a metric that the loss does not report is None.
     """
 
     label: str
@@ -100,9 +84,7 @@ class VariantSummary:
 def summarize_variants(curves: Sequence[RunCurves], *, target: float = TARGET) -> list[VariantSummary]:
     """Summarize each variant; differences are from the first variant, over the seeds that both variants have.
 
-    Args:
-        curves: runs; unfinished runs are listed, and left out of all rewards.
-        target: reward of the measure "steps to target".
+    Unfinished runs are listed, and left out of all rewards. ``target`` is the reward of the measure "steps to target".
     """
     variants = group_by_variant(curves)
     base = {
@@ -174,20 +156,12 @@ def _versions(runs: Sequence[RunCurves]) -> dict[str, list[str]]:
 
 
 def _moving_means(rewards: Sequence[float]) -> list[float]:
-    return [_average(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)]
-
-
-def _average(values: Sequence[float]) -> float:
-    """Return ``fmean``; NaN where the sum overflows, or adds infinities of both signs."""
-    try:
-        return fmean(values)
-    except (OverflowError, ValueError):
-        return math.nan
+    return [fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
     present = [value for value in values if value is not None and math.isfinite(value)]
-    return _average(present) if present else None
+    return fmean(present) if present else None
 
 
 def _last_finite(values: Sequence[float]) -> float | None:

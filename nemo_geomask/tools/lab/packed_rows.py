@@ -17,8 +17,6 @@ from nemo_geomask.losses.packing import pack_rows
 from nemo_geomask.segments import PackedSegments
 from nemo_geomask.tools.lab.ranks import Axis
 
-__all__ = ["Packing", "enter_sharded_layer", "pack_sequences", "vocabulary_shards"]
-
 
 @dataclass(frozen=True)
 class Packing:
@@ -62,14 +60,10 @@ class Packing:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Compute causal attention within each sequence.
 
-        Args:
-            query: [1, H, N, D], this rank's tokens with rotary embedding applied.
-            key: [1, G, N, D], this rank's tokens with rotary embedding applied.
-            value: [1, G, N, D].
-            scaling: factor that the scores are multiplied by.
+        query [1, H, N, D] and key [1, G, N, D] are this rank's tokens with rotary embedding applied; value is [1, G, N,
+        D].
 
-        Returns:
-            [N, H, D].
+        Returns: [N, H, D].
         """
         query, key, value = (tokens[0].transpose(0, 1) for tokens in (query, key, value))  # [N, H or G, D]
         # Without context parallelism, the shard has all tokens of a sequence in order.

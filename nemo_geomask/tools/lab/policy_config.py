@@ -9,8 +9,6 @@ from pydantic import Field, model_validator
 
 from nemo_geomask.config import StrictModel
 
-__all__ = ["GenerationConfig", "ModelConfig", "PolicyConfig", "QuantizationConfig", "RouterReplayConfig"]
-
 
 class ModelConfig(StrictModel):
     """Size of the Qwen3-MoE that is trained; names as in ``transformers.Qwen3MoeConfig``."""
@@ -160,7 +158,7 @@ class PolicyConfig(StrictModel):
     def documents(self) -> int:
         """Number of responses in an optimiser step."""
         documents = self.docs_per_step or self.train_global_batch_size
-        assert documents is not None  # Guaranteed by _check_step.
+        assert documents is not None  # guaranteed by _check
         return documents
 
     @model_validator(mode="before")
@@ -172,7 +170,7 @@ class PolicyConfig(StrictModel):
         return data
 
     @model_validator(mode="after")
-    def _check_heads(self) -> PolicyConfig:
+    def _check(self) -> PolicyConfig:
         hidden, heads = self.model.hidden_size, self.model.num_attention_heads
         if self.generation.backend == "vllm" and (hidden // heads) % 32:
             raise ValueError(
@@ -180,10 +178,6 @@ class PolicyConfig(StrictModel):
                 f"model.num_attention_heads is {hidden} / {heads} = {hidden // heads}. Change one of them, or start "
                 "from recipes/lab/vllm.yaml"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_blocks(self) -> PolicyConfig:
         block = self.generation.quantization and self.generation.quantization.block_size
         widths = {"hidden_size": self.model.hidden_size, "moe_intermediate_size": self.model.moe_intermediate_size}
         for name, width in widths.items():
@@ -192,10 +186,6 @@ class PolicyConfig(StrictModel):
                     f"model.{name} ({width}) must be a multiple of generation.quantization.block_size ({block}); "
                     "block_size: null uses one scale for each output channel"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_step(self) -> PolicyConfig:
         batch, documents = self.train_global_batch_size, self.docs_per_step
         if batch is not None and documents is not None:
             raise ValueError(

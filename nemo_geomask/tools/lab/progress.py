@@ -6,22 +6,16 @@ from types import TracebackType
 from typing import Any
 
 from nemo_geomask.optional import require
-from nemo_geomask.tools.lab.progression_task import load_task
 from nemo_geomask.tools.lab.run_store import Run
-
-__all__ = ["Progress"]
+from nemo_geomask.tools.lab.tasks import load_task
 
 _LINES = 8  # lines for a run if the output is not a terminal
 
 
 class Progress:
-    """Progress bar, with the latest reward, for each run that trains.
+    """Progress bar, with the latest reward, for each run that trains; lines now and then if the output is no terminal.
 
-    If the output is not a terminal, it prints a line now and then instead.
-
-    Args:
-        console: a ``rich.console.Console``.
-        seeds: number of seeds; the seed is shown only if there are several.
+    Args: console: a ``rich.console.Console``. seeds: number of seeds; the seed is shown only if there are several.
     """
 
     def __init__(self, console: Any, seeds: int = 1) -> None:

@@ -16,8 +16,6 @@ from torch.nn import Parameter
 
 from nemo_geomask.parallel.local_processes import COLLECTIVE_TIMEOUT, lead_ranks
 
-__all__ = ["Axis", "Ranks", "start_ranks"]
-
 T = TypeVar("T")
 
 
@@ -122,18 +120,9 @@ class Ranks:
 
 @contextlib.contextmanager
 def start_ranks(work: Callable[[Ranks], None], *, tp: int, cp: int, dp: int) -> Iterator[Ranks]:
-    """Start tp·cp·dp ranks, the first of which is this process; the others run ``work`` in parallel with the block.
+    """Start tp·cp·dp ranks; this process is the first, and the others run ``work``, which is pickled, beside the block.
 
-    :func:`nemo_geomask.parallel.local_processes.lead_ranks` starts and ends them.
-
-    Args:
-        work: function of the other ranks' processes; must be picklable.
-        tp: tensor-parallel size.
-        cp: context-parallel size.
-        dp: data-parallel size.
-
-    Yields:
-        This process's position.
+    Yields: this process's position.
 
     Raises:
         GeomaskError: an error of this type that another rank raised.

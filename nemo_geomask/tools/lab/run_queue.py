@@ -27,41 +27,32 @@ from nemo_geomask.parallel.local_processes import RankError, end_with_parent
 from nemo_geomask.tools.lab.checkpoint import find_checkpoint, remove_checkpoints, write_checkpoint
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 from nemo_geomask.tools.lab.progress import Progress
-from nemo_geomask.tools.lab.progression_task import load_task
 from nemo_geomask.tools.lab.ranks import Ranks, start_ranks
 from nemo_geomask.tools.lab.rollout import write_rollout
 from nemo_geomask.tools.lab.run_store import Run, RunCurves, write_steps
 from nemo_geomask.tools.lab.samplers import Sampler, build_sampler
+from nemo_geomask.tools.lab.tasks import load_task
 from nemo_geomask.tools.lab.trainer import Trainer, check_device, check_reference, check_validation
 from nemo_geomask.tools.shared.machine import device_names, processor_name
-
-__all__ = ["train"]
 
 _POLL_SECONDS = 0.2
 _ERROR_FILE = "error.txt"
 
 
 def train(runs: Sequence[Run], progress: Progress, *, jobs: int = 1) -> bool:
-    """Train the runs that are not finished.
+    """Train the runs that are not finished, all with the same ``lab:`` section; return False after Ctrl-C.
 
     Losses are built and optional packages are imported before training starts, so that a mistake in the last variant is
     reported at once. Every step is saved when it is complete. An interrupted run resumes with the next step and gives
     the same numbers as without the interruption. If a step raises an error, the error is stored with its run, and the
     other runs continue.
 
-    Args:
-        runs: the runs, all with the same ``lab:`` section.
-        progress: display of the runs' progress.
-        jobs: number of processes, each of which trains one run at a time in ``lab.num_threads`` threads. With 1, this
-            process trains; it is then the first of the ranks of ``lab.tp``, ``cp`` and ``dp``.
-
-    Returns:
-        False if the user interrupted the training (Ctrl-C).
+    With several ``jobs``, each process trains one run at a time in ``lab.num_threads`` threads. With 1, this process
+    trains; it is then the first of the ranks of ``lab.tp``, ``cp`` and ``dp``.
 
     Raises:
-        ConfigError: a variant's loss can't be built, there are too few prompts to validate on, the folder holds other
-            files, or all checkpoints of an unfinished run are damaged.
-        MissingDependencyError: transformers is not installed, or vLLM, if the recipe requires it.
+        ConfigError: a loss can't be built, there are too few prompts to validate on, the folder holds other files, or
+            all checkpoints of an unfinished run are damaged.
         RankError: another process died.
     """
     for run in runs:
@@ -91,12 +82,12 @@ def train(runs: Sequence[Run], progress: Progress, *, jobs: int = 1) -> bool:
 
 def _train_in_turn(runs: Sequence[Run], progress: Progress) -> None:
     pending = deque(runs)
-    engines = _EngineReuse(progress)
+    engines: dict[str, Sampler] = {}
     while pending:
         _train_until_error(pending, engines, progress)
 
 
-def _train_until_error(pending: deque[Run], engines: _EngineReuse, progress: Progress) -> None:
+def _train_until_error(pending: deque[Run], engines: dict[str, Sampler], progress: Progress) -> None:
     """Train the pending runs until all are finished or a step raises an error, which ends the other ranks, too."""
     lab = pending[0].recipe.lab
     if lab.processes > 1:
@@ -106,7 +97,7 @@ def _train_until_error(pending: deque[Run], engines: _EngineReuse, progress: Pro
         with start_ranks(work, tp=lab.tp, cp=lab.cp, dp=lab.dp) as ranks:
             while pending:
                 run = pending.popleft()
-                sampler = engines.start(run.recipe)
+                sampler = _start_engine(run.recipe, engines, progress)
                 try:
                     for step, reward in _train_steps(run, ranks, sampler):
                         progress.advance(run, step, reward)
@@ -116,34 +107,24 @@ def _train_until_error(pending: deque[Run], engines: _EngineReuse, progress: Pro
     except Exception as error:  # with several ranks, the error of the rank that failed first
         if failed is None or isinstance(error, RankError):
             raise
-        _store_error(failed, _describe_error(error), progress)
+        _store_error(
+            failed, str(error) if isinstance(error, _StepError) else f"{type(error).__name__}: {error}", progress
+        )
 
 
-class _EngineReuse:
-    """Generation engine that successive runs with equal settings share, because vLLM takes long to start."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._sampler: Sampler | None = None
-        self._settings: tuple[Any, ...] = ()
-
-    def start(self, recipe: LabRecipe) -> Sampler:
-        """Return the engine of the run before if it has the same settings, or else start the recipe's engine."""
-        settings = (recipe.policy.generation, recipe.policy.model, recipe.env, recipe.grpo.async_grpo)
-        if self._sampler is None or settings != self._settings:
-            if recipe.policy.generation.backend == "vllm":
-                self._progress.note("Starting vLLM.")
-            self._sampler, self._settings = build_sampler(recipe), settings
-        return self._sampler
+def _start_engine(recipe: LabRecipe, started: dict[str, Sampler], progress: Progress) -> Sampler:
+    """Return the engine of the run before if it has the same settings, because vLLM takes long to start."""
+    settings = repr((recipe.policy.generation, recipe.policy.model, recipe.env, recipe.grpo.async_grpo))
+    if settings not in started:
+        if recipe.policy.generation.backend == "vllm":
+            progress.note("Starting vLLM.")
+        started.clear()
+        started[settings] = build_sampler(recipe)
+    return started[settings]
 
 
 class _StepError(Exception):
-    """Error in a training step; its ``__cause__`` is the exception that the step raised."""
-
-
-def _describe_error(error: Exception) -> str:
-    cause = error.__cause__ or error
-    return f"{type(cause).__name__}: {cause}"
+    """Error in a training step; its text names the exception that the step raised."""
 
 
 def _store_error(run: Run, error: str, progress: Progress) -> None:
@@ -182,7 +163,7 @@ def _train_steps(run: Run, ranks: Ranks, sampler: Sampler | None = None) -> Iter
             except Exception as error:
                 write_steps(run, history, facts)
                 (run.folder / _ERROR_FILE).write_text(traceback.format_exc(), encoding="utf-8")
-                raise _StepError from error
+                raise _StepError(f"{type(error).__name__}: {error}") from error
             history.append(metrics)
             last = step == run.recipe.grpo.max_num_steps
             if last or step % run.recipe.lab.rollouts_every == 0:
@@ -269,7 +250,7 @@ def _train_in_worker(run: Run) -> str | None:
             if _stop.is_set():
                 break
     except _StepError as error:
-        return _describe_error(error)
+        return str(error)
     return None
 
 

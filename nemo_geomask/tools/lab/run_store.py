@@ -40,13 +40,9 @@ COMPUTE_KEYS = {"tp", "cp", "dp", "num_threads", "device", "rollouts_every", "co
 
 @dataclass(frozen=True)
 class Run:
-    """One variant on one seed.
+    """One variant, with its label in tables and plots, on one seed; ``out`` is the folder of all runs.
 
-    Attributes:
-        label: name of the variant in tables and plots.
-        recipe: the settings, with this run's seed and ``loss_fn``.
-        out: folder of all runs.
-        position: the variant's position in its comparison, by which reports order the variants.
+    ``recipe`` has this run's seed and ``loss_fn``. Reports order the variants by their ``position`` in the comparison.
     """
 
     label: str
@@ -137,8 +133,7 @@ class RunCurves:
     def read(cls, path: Path) -> RunCurves:
         """Read a file of ``steps/``.
 
-        Raises:
-            ConfigError: the file is not the file of a run, or too large for one.
+        Raises: ConfigError: the file is not the file of a run, or too large for one.
         """
         facts, columns = read_columns(path, _METADATA_KEY, ignored=("seed", "variant"))
         if problem := _describe_problem(facts, columns):
@@ -149,11 +144,6 @@ class RunCurves:
     def label(self) -> str:
         """Name of the variant in tables and plots."""
         return str(self.facts["label"])
-
-    @property
-    def position(self) -> int:
-        """Position of the variant in its comparison; 0 in files of earlier versions, which lack it."""
-        return int(self.facts.get("position", 0))
 
     @property
     def seed(self) -> int:
@@ -216,14 +206,9 @@ def _describe_problem(facts: Any, columns: Mapping[str, Sequence[float]]) -> str
 
 
 def write_steps(run: Run, history: Sequence[Mapping[str, float]], facts: Mapping[str, Any]) -> None:
-    """Write a run's steps; the file is replaced atomically.
+    """Write the metrics of a run's steps, from the first, and further facts of :class:`RunCurves`, atomically.
 
     The columns are ``step``, ``seed``, ``variant``, and each metric as float64.
-
-    Args:
-        run: the run.
-        history: metrics of each step, from the first.
-        facts: further facts of :class:`RunCurves`.
     """
     names = list(dict.fromkeys(name for step in history for name in step if name != "step"))
     columns: dict[str, Sequence[Any]] = {
@@ -246,15 +231,12 @@ def write_steps(run: Run, history: Sequence[Mapping[str, float]], facts: Mapping
 
 
 def read_curves(folders: Iterable[Path | str]) -> list[RunCurves]:
-    """Read all runs in and below the folders, sorted by variant and seed.
-
-    The variants of a folder are in the order of their comparison.
+    """Read all runs in and below the folders, sorted by variant (in the order of their comparison) and seed.
 
     If variants have the same label, the first of them keeps it (in the order of folders, then seeds). The settings in
     which another variant differs from the first are appended to its label.
 
-    Raises:
-        ConfigError: a folder has no runs, or a file is not the file of a run.
+    Raises: ConfigError: a folder has no runs, or a file is not the file of a run.
     """
     files: dict[Path, int] = {}
     for number, folder in enumerate(map(Path, folders)):
@@ -272,7 +254,10 @@ def read_curves(folders: Iterable[Path | str]) -> list[RunCurves]:
         if key not in longest or longest[key].steps < curve.steps:
             longest[key] = curve
     return _distinguish_labels(
-        sorted(longest.values(), key=lambda curve: (folder_numbers[_identity(curve)], curve.seed, curve.position))
+        sorted(
+            longest.values(),
+            key=lambda curve: (folder_numbers[_identity(curve)], curve.seed, curve.facts.get("position", 0)),
+        )
     )
 
 
@@ -297,14 +282,10 @@ def _distinguish_labels(curves: Sequence[RunCurves]) -> list[RunCurves]:
 def write_columns(
     path: Path, columns: Mapping[str, Sequence[Any]], types: Mapping[str, str], key: bytes, facts: Any
 ) -> None:
-    """Write a Parquet file of metrics, atomically.
+    """Write a Parquet file of metrics, atomically; its folder is created if it does not exist.
 
-    Args:
-        path: the file; its folder is created if it does not exist.
-        columns: values by column name; None where a step has none.
-        types: Arrow type of each column, such as ``int32``.
-        key: key of the facts in the file's metadata.
-        facts: what ``json`` can write; other objects are written as text.
+    None stands where a step has no value. ``types`` has the Arrow type of each column. ``facts`` become JSON under
+    ``key``.
     """
     arrow, parquet = require("pyarrow", "the lab needs", "demo"), require("pyarrow.parquet", "the lab needs", "demo")
     table = arrow.table(
@@ -322,11 +303,8 @@ def read_columns(
 ) -> tuple[Any, dict[str, list[Any]]]:
     """Return the facts and the columns of a file, as numbers with NaN where a step has no value.
 
-    Args:
-        path: the file; its size, and what it claims to hold, are checked before it is decoded.
-        key: key of the facts in the file's metadata.
-        texts: names of columns of texts.
-        ignored: names of columns that are not read.
+    The file's size, and what it claims to hold, are checked before it is decoded. ``key`` is that of the facts in the
+    metadata, ``texts`` are the columns of texts, and ``ignored`` those that are not read.
 
     Raises: ConfigError: it is no regular file, too large, damaged, or has columns of other types.
     """

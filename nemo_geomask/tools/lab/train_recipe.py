@@ -25,8 +25,6 @@ from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.run_queue import train
 from nemo_geomask.tools.lab.run_store import COMPUTE_KEYS, Run, RunCurves
 
-__all__ = ["choose_jobs", "parse_seeds", "parse_vary", "plan_runs", "report_runs", "train_recipe"]
-
 
 def train_recipe(
     path: str | Path,
@@ -39,25 +37,12 @@ def train_recipe(
     jobs: int | None = None,
     out: Path | None = None,
 ) -> int:
-    """Train the runs of a recipe that are not finished, write the outputs and print the table.
+    """Train the runs of a recipe that are not finished, write the outputs and print the table; return the exit status.
 
-    Args:
-        path: the recipe.
-        overrides: ``key.path=value``.
-        compare: SPECs, separated by commas; None: the recipe's ``lab.compare``, or only its ``loss_fn`` if that is
-            empty.
-        vary: ``key.path=value,value,…``; with several of them, all combinations are trained. Empty: the recipe's
-            ``lab.vary``.
-        seeds: ``1..10`` or ``1,2,5``; None: the recipe's ``grpo.seed``.
-        loss_from: a NeMo-RL recipe, whose ``loss_fn:`` replaces that of the lab recipe.
-        jobs: number of training processes; None: one per core, at most one per run.
-        out: folder of the outputs; None: create one under ``results/lab``. Finished runs in it are not trained again.
+    The options are those of ``nemo-geomask lab``; None and empty ones take the recipe's settings. The status is 1 if a
+    run failed, and 130 if the user interrupted it.
 
-    Returns:
-        Exit status: 0, 1 if a run failed, or 130 if the user interrupted it.
-
-    Raises:
-        GeomaskError: the recipe, an option or the installation is invalid.
+    Raises: GeomaskError: the recipe, an option or the installation is invalid.
     """
     require("matplotlib", "the lab needs", "demo")  # before the recipe, which needs a smaller extra
     path = Path(path)
@@ -102,8 +87,7 @@ def plan_runs(
 ) -> list[Run]:
     """Plan the runs that :func:`train_recipe` trains, sorted by seed.
 
-    Raises:
-        ConfigError: the recipe or an option is invalid, or two variants have the same settings.
+    Raises: ConfigError: the recipe or an option is invalid, or two variants have the same settings.
     """
     by_settings: dict[tuple[str, int], Run] = {}
     positions: dict[str, int] = {}
@@ -146,8 +130,7 @@ def _concerns(setting: str, variant: ComparedLoss) -> bool:
 def parse_seeds(text: str) -> tuple[int, ...]:
     """Parse seeds: ``1..10``, ``1,2,5`` or both, ``1..3,7``.
 
-    Raises:
-        ConfigError: the text is not a list of seeds, or names a seed twice.
+    Raises: ConfigError: the text is not a list of seeds, or names a seed twice.
     """
     seeds: list[int] = []
     for part in text.split(","):
@@ -166,8 +149,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 def parse_vary(text: str) -> list[str]:
     """Split ``key=v1,v2``, in Hydra's grammar, into the overrides ``key=v1`` and ``key=v2``.
 
-    Raises:
-        ConfigError: the text has another form, or the key must be the same in all runs.
+    Raises: ConfigError: the text has another form, or the key must be the same in all runs.
     """
     parser = require("hydra.core.override_parser.overrides_parser", "the lab needs", "demo").OverridesParser
     try:

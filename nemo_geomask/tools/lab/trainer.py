@@ -18,29 +18,22 @@ from nemo_geomask.losses.prestep import untrained_metrics
 from nemo_geomask.metrics import summarize_step
 from nemo_geomask.parallel import DocumentStep, collect_documents
 from nemo_geomask.records.flight import FlightRecorder
-from nemo_geomask.tools.lab.advantages import reward_kl_coefficient
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 from nemo_geomask.tools.lab.policy_model import build_policy
-from nemo_geomask.tools.lab.progression_task import draw_prompts, load_task
 from nemo_geomask.tools.lab.ranks import Ranks
-from nemo_geomask.tools.lab.rollout import Rollout, collect_rollout, compute_rewards
+from nemo_geomask.tools.lab.rollout import Rollout, collect_rollout, compute_rewards, reward_kl_coefficient
 from nemo_geomask.tools.lab.samplers import Sampler, build_sampler
+from nemo_geomask.tools.lab.tasks import draw_prompts, load_task
 from nemo_geomask.tools.lab.training_engine import TrainingEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Trainer", "accumulate_gradients", "check_device", "check_reference", "check_validation", "merge_metrics"]
-
 _VALIDATION_SEED = 20260
 
 
 def check_device(recipe: LabRecipe) -> None:
-    """Check that torch sees a GPU, if the recipe sets ``lab.device: cuda``.
-
-    Raises:
-        ConfigError: torch sees none.
-    """
+    """Raise ConfigError if the recipe sets ``lab.device: cuda`` and torch sees no GPU."""
     if recipe.lab.device == "cuda" and not torch.cuda.is_available():
         message = (
             f"cuda, but torch {torch.__version__} sees no GPU; set cpu, or install a torch built for CUDA on a machine "
@@ -50,11 +43,7 @@ def check_device(recipe: LabRecipe) -> None:
 
 
 def check_validation(recipe: LabRecipe) -> None:
-    """Check that the task has enough validation prompts, if the recipe sets ``grpo.val_period``.
-
-    Raises:
-        ConfigError: the task has too few of them.
-    """
+    """Raise ConfigError if the recipe sets ``grpo.val_period`` and the task has too few validation prompts."""
     if recipe.grpo.val_period:
         generator = torch.Generator().manual_seed(_VALIDATION_SEED)
         draw_prompts(load_task(recipe.env), recipe.grpo.max_val_samples, generator, held_out=True)
@@ -63,8 +52,7 @@ def check_validation(recipe: LabRecipe) -> None:
 def check_reference(loss: PolicyLoss, recipe: LabRecipe) -> bool:
     """Return True if the loss or the reward has a KL term to the reference policy.
 
-    Raises:
-        ConfigError: the lab can't compute the term.
+    Raises: ConfigError: the lab can't compute the term.
     """
     coefficient = loss.config.reference_policy_kl_penalty
     needs_reference = bool(loss.reference_policy_kl_penalty or reward_kl_coefficient(loss.config, recipe.grpo))
@@ -88,17 +76,11 @@ class Trainer:
 
     With several ranks, each rank runs a trainer, and all take the same steps.
 
-    Args:
-        recipe: the settings.
-        loss: the loss.
-        ranks: this process's position among the run's ranks; None: a single process.
-        sampler: the generation engine; None: start the recipe's engine.
-
     Attributes:
         recipe: the settings.
         loss: the loss.
-        engine: the training engine.
-        sampler: the generation engine.
+        engine: the training engine, at this process's position among the run's ranks.
+        sampler: the generation engine; that of the recipe, unless one is passed.
         task: the task.
         policy: the trained model, float32, on ``lab.device``. Rollout batches are on the CPU, as on NeMo-RL's driver.
         reference: frozen initial policy; None unless the loss or the reward has a KL term.
@@ -292,20 +274,12 @@ def accumulate_gradients(
     documents: int,
     tokens: int,
 ) -> dict[str, float]:
-    """Accumulate the gradients of one optimiser step over its microbatches.
+    """Accumulate the gradients of one optimiser step over this rank's microbatches of [B, T] and [B] tensors.
 
-    Every microbatch's loss is divided by the counts of the complete step, so that losses and gradients add up.
+    Every microbatch's loss is divided by the numbers of responses and trained tokens of the complete step, over all
+    ranks, so that losses and gradients add up. On every rank the policy gets the gradients of the complete step.
 
-    Args:
-        engine: the training engine, which runs the policy.
-        policy: the policy; on every rank it gets the gradients of the complete step.
-        loss: the loss.
-        microbatches: this rank's microbatches, with [B, T] and [B] tensors.
-        documents: number of responses in the step, over all microbatches and ranks.
-        tokens: number of trained tokens in the step, over all microbatches and ranks.
-
-    Returns:
-        The metrics of the complete step.
+    Returns: the metrics of the complete step.
     """
     reports = []
     for part in microbatches:

@@ -18,16 +18,14 @@ from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.metrics import Metrics
 from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.tools.lab.arithmetic import linear
+from nemo_geomask.tools.lab.generation_engine import filter_logits, zero_filtered
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 from nemo_geomask.tools.lab.packed_rows import Packing, enter_sharded_layer, pack_sequences, vocabulary_shards
+from nemo_geomask.tools.lab.policy_model import hook_routers, routes_differ
 from nemo_geomask.tools.lab.ranks import Ranks
-from nemo_geomask.tools.lab.routing import hook_routers, routes_differ
-from nemo_geomask.tools.lab.token_sampling import filter_logits, zero_filtered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-__all__ = ["TokenScores", "TrainingEngine"]
 
 
 class TokenScores(NamedTuple):
@@ -50,12 +48,8 @@ class TrainingEngine:
 
     Every rank has all parameters, but a tensor-parallel rank uses only its rows of the output layer.
 
-    Args:
-        ranks: the processes that divide the work.
-        recipe: precision, router replay, temperature and filters; None: the defaults.
-
     Attributes:
-        ranks: the processes that divide the work.
+        ranks: the processes that divide the work; by default this one alone.
         is_filtered: True if log-probs are normalised over the tokens that the generation engine's top-p and top-k keep.
         recorded_curr: [B, T] of a rollout batch, into which :meth:`evaluate` writes the log-probs of this rank's
             tokens, at the rows ``batch["row"]``; None if they are not recorded.
@@ -80,16 +74,12 @@ class TrainingEngine:
         *,
         entropy: bool = False,
     ) -> TokenScores:
-        """Compute log-probs, entropies and differing routes of a batch, on all ranks.
+        """Compute log-probs, entropies (if requested) and differing routes of a batch on the CPU, on all ranks.
 
-        Args:
-            model: the model.
-            data: ``input_ids``, ``input_lengths`` and, if the engine reported them, ``routed_experts``; on the CPU.
-            micro_batch: rows of a forward pass.
-            entropy: compute the entropies, too.
+        ``data`` has ``input_ids``, ``input_lengths`` and, if the engine reported them, ``routed_experts``. A forward
+        pass has ``micro_batch`` rows.
 
-        Returns:
-            Tensors [B, T] on the CPU, 0 in column 0, which no token predicts.
+        Returns: tensors [B, T] on the CPU, 0 in column 0, which no token predicts.
         """
         scores = torch.zeros(3, *data["input_ids"].shape, dtype=torch.float32)
         dp = self.ranks.dp
@@ -105,17 +95,11 @@ class TrainingEngine:
     def evaluate(
         self, model: PreTrainedModel, loss: PolicyLoss, batch: Mapping[str, Tensor], documents: int, tokens: int
     ) -> tuple[Tensor, Metrics]:
-        """Compute the loss of one microbatch and its metrics, summed over tensor- and context-parallel ranks.
+        """Compute the loss of a microbatch on the CPU, and its metrics, summed over tensor- and context-parallel ranks.
 
         A single rank has complete rows and calls the loss as NeMo-RL does. Several ranks have shards of the rows and
-        call :meth:`PolicyLoss.packed`.
-
-        Args:
-            model: the policy.
-            loss: the loss.
-            batch: [B, T] and [B] tensors under NeMo-RL's keys, on the CPU.
-            documents: number of responses in the optimiser step, over all microbatches and ranks.
-            tokens: number of trained tokens in the optimiser step, over all microbatches and ranks.
+        call :meth:`PolicyLoss.packed`. ``documents`` and ``tokens`` are the numbers of responses and trained tokens in
+        the optimiser step, over all microbatches and ranks.
         """
         data = {key: value.to(model.device) for key, value in batch.items()}
         packing = pack_sequences(data["input_lengths"], self.ranks.cp)

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from nemo_geomask.tools.lab.lab_plot import write_plot
+from nemo_geomask.tools.lab.lab_report import write_plot
 from nemo_geomask.tools.lab.run_store import read_curves
 from nemo_geomask.tools.lab.train_recipe import parse_seeds
 from tests.evidence.lab.columns import EVIDENCE_SPECS

@@ -50,8 +50,7 @@ class TunedRun:
 def mean_reward(runs: Sequence[TunedRun], cell: Cell, seeds: Sequence[int]) -> float:
     """Return a cell's mean reward over the seeds.
 
-    Raises:
-        ConfigError: a seed's run is missing.
+    Raises: ConfigError: a seed's run is missing.
     """
     rewards = {run.seed: run.reward for run in runs if run.cell == cell}
     missing = [seed for seed in seeds if seed not in rewards]
@@ -70,8 +69,7 @@ def choose_bound(runs: Sequence[TunedRun], regime: Regime, name: str) -> str:
 
     A tie goes to the published bound.
 
-    Raises:
-        ConfigError: a run is missing.
+    Raises: ConfigError: a run is missing.
     """
     means = _rewards_by_bound(runs, regime, name)
     return max(means, key=lambda bound: (means[bound], bound == regime.variants[name].published))
@@ -87,8 +85,7 @@ def _rewards_by_bound(runs: Sequence[TunedRun], regime: Regime, name: str) -> di
 def choose_rates(runs: Sequence[TunedRun], regime: Regime, bounds: Mapping[str, str]) -> dict[str, float]:
     """Return each variant's learning rate with the highest mean reward; a tie goes to the lower one.
 
-    Raises:
-        ConfigError: a run is missing.
+    Raises: ConfigError: a run is missing.
     """
     chosen: dict[str, float] = {}
     for variant, bound in bounds.items():
@@ -156,8 +153,7 @@ class TunedChoice:
 def choose(runs: Iterable[TunedRun], regime: Regime) -> TunedChoice:
     """Choose bounds, learning rates and the two variants of the primary comparison on the search seeds.
 
-    Raises:
-        ConfigError: a run is missing.
+    Raises: ConfigError: a run is missing.
     """
     search = [run for run in runs if run.seed in regime.search_seeds]
     bounds = choose_bounds(search, regime)

@@ -165,8 +165,7 @@ def figure_name(row: str) -> str:
 def figure_look(name: str) -> LineLook:
     """Return colour and line style of a variant, which are the same in all figures.
 
-    Raises:
-        ValueError: ``looks`` in ``columns.toml`` does not list the variant.
+    Raises: ValueError: ``looks`` in ``columns.toml`` does not list the variant.
     """
     return line_look(_FIGURES["looks"].index(name))
 

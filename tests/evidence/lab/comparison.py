@@ -129,8 +129,7 @@ class TunedComparison:
 def compare_tuned_runs(runs: Iterable[TunedRun], regime: Regime) -> TunedComparison:
     """Choose bounds and learning rates on the search seeds, and compare the variants on the confirmation seeds.
 
-    Raises:
-        ConfigError: a run is missing, or the runs of a seed come from several machines or versions.
+    Raises: ConfigError: a run is missing, or the runs of a seed come from several machines or versions.
     """
     runs = list(runs)
     _check_machines(run for run in runs if run.seed not in regime.search_seeds)  # the search pairs nothing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean
 
-from nemo_geomask.tools.lab.lab_plot import import_pyplot, plot_runs
+from nemo_geomask.tools.lab.lab_report import import_pyplot, plot_runs
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
 from nemo_geomask.tools.shared.palette import BLUE, GREEN, VERMILION
 from tests.evidence.lab.columns import EvidenceSpec, Runs, SeedMean, figure_look, figure_name

@@ -79,8 +79,7 @@ class Regime:
 def read_regimes(path: Path) -> dict[str, Regime]:
     """Read the regimes of ``tuned.toml``, by name.
 
-    Raises:
-        ConfigError: the published bound of a variant is not one of its bounds.
+    Raises: ConfigError: the published bound of a variant is not one of its bounds.
     """
     data = tomllib.loads(path.read_text(encoding="utf-8"))
     rates, search_rate = data.pop("learning_rates"), data.pop("search_rate")

@@ -25,10 +25,9 @@ from tests.evidence.lab.tables import comparison_tables, sensitivity_table
 Stage = Literal["baseline", "bound", "rate", "confirm", "below", "sensitivity"]
 """Stage of the protocol.
 
-``baseline`` searches the bound of the first variant at one learning rate, ``bound`` that of all, and ``rate`` the
-learning rate; ``confirm`` is the confirmation.
-``below`` runs learning rates below the grid on the search seeds, for variants that chose the lowest of the grid.
-``sensitivity`` runs further bounds, and further masks and weights, on the search seeds; they choose nothing.
+``baseline`` searches the bound of the first variant at one learning rate, ``bound`` that of all, ``rate`` the learning
+rate; then ``confirm``. ``below`` runs rates below the grid, for variants that chose its lowest, and ``sensitivity``
+further bounds, masks and weights; both are on the search seeds and choose nothing.
 """
 
 _HEAD = """# Tables of the tuned comparisons
@@ -44,18 +43,12 @@ _METADATA_KEY = b"nemo_geomask.tuned_evidence"
 def plan_stage(
     regime: Regime, stage: Stage, runs: Iterable[TunedRun], out: Path, seeds: Sequence[int] | None = None
 ) -> dict[Cell, list[Run]]:
-    """Plan the runs of a stage, by variant, bound and learning rate.
+    """Plan the runs of a stage, by variant, bound and learning rate; on some of its seeds, or all.
 
-    Args:
-        regime: the regime.
-        stage: ``rate`` needs the runs of ``bound``, ``confirm`` and ``below`` those of both. ``bound`` needs those of
-            ``baseline`` where the regime builds on them, and so does ``sensitivity``.
-        runs: finished runs of earlier stages.
-        out: folder of all runs.
-        seeds: some of the stage's seeds; None: all.
+    ``runs`` are finished runs of earlier stages, which choose. ``rate`` needs those of ``bound``, ``confirm`` and
+    ``below`` those of both. ``bound`` and ``sensitivity`` need those of ``baseline`` where the regime builds on them.
 
-    Raises:
-        ConfigError: a run of an earlier stage is missing, or a seed does not belong to the stage.
+    Raises: ConfigError: a run of an earlier stage is missing, or a seed does not belong to the stage.
     """
     runs = list(runs)
     stage_runs = _stage_runs(regime, stage, runs)
@@ -117,8 +110,7 @@ def _stage_runs(regime: Regime, stage: Stage, runs: Iterable[TunedRun]) -> list[
 def check_settings(stored: Iterable[TunedRun], planned: Mapping[Cell, Sequence[Run]]) -> None:
     """Check that stored runs have the settings that the plan gives to their cell.
 
-    Raises:
-        ConfigError: a stored run has others, for example because the recipe was edited since.
+    Raises: ConfigError: a stored run has others, for example because the recipe was edited since.
     """
     for run in stored:
         plan = next(iter(planned.get(run.cell, ())), None)
@@ -136,8 +128,7 @@ def check_settings(stored: Iterable[TunedRun], planned: Mapping[Cell, Sequence[R
 def check_stored_runs(regime: Regime, stored: Sequence[TunedRun]) -> None:
     """Check the settings of all stored runs of a regime, as :func:`check_settings` does, in the stages that were run.
 
-    Raises:
-        ConfigError: a stored run has other settings than its cell.
+    Raises: ConfigError: a stored run has other settings than its cell.
     """
     for stage in get_args(Stage) if stored else ():
         try:

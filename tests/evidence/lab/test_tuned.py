@@ -82,17 +82,6 @@ def test_a_tie_goes_to_the_published_bound_and_to_the_lower_rate():
     assert choose_rates(runs, plan, {"a": "2"}) == {"a": 1e-3}
 
 
-def test_a_missing_run_is_named():
-    runs = [run("a", "0", 2e-3, 1, 0.4)]
-    with pytest.raises(ConfigError, match=r"'a bound=0 lr=0\.002' is missing on seeds \[2\]"):
-        choose_bounds(runs, regime(names="a"))
-
-
-def test_a_published_bound_that_is_not_tried_is_an_error():
-    with pytest.raises(ConfigError, match=r"'a' has no bound '3'; its bounds are \['0'\]"):
-        regime(published="3", names="a")
-
-
 def test_differences_are_paired_and_corrected_for_their_number():
     base = {seed: 0.01 * seed for seed in CONFIRM}
     better = {seed: value + 0.1 + 0.001 * (seed % 3) for seed, value in base.items()}
@@ -196,10 +185,14 @@ def test_incomplete_data_are_an_error():
         compare_tuned_runs([], regime())
 
 
-def test_runs_of_a_seed_from_two_machines_can_not_be_paired():
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [("another", "the runs of seed 310 come from several machines"), (None, "on seed 310 does not")],
+)
+def test_runs_of_a_seed_from_two_machines_or_none_can_not_be_paired(machine, message):
     runs = confirmed_runs()
-    runs[-1].curves.facts["machine"] = "another"
-    with pytest.raises(ConfigError, match="the runs of seed 310 come from several machines"):
+    runs[-1].curves.facts["machine"] = machine
+    with pytest.raises(ConfigError, match=message):
         compare_tuned_runs(runs, regime())
 
 
@@ -292,13 +285,6 @@ def test_the_table_of_bounds_has_what_was_run():
     assert "veto" not in text
 
 
-def test_the_missing_steps_of_a_run_that_failed_have_no_reward():
-    curves = with_missing_steps(run("none", "0", 1e-3, 1, 0.5, steps=15).curves, 20)
-    assert curves.finished
-    assert curves.series("reward") == [0.5] * 15 + [0.0] * 5
-    assert curves.series("step") == list(range(1, 21))
-
-
 def test_a_run_that_failed_is_named_and_its_missing_steps_are_in_no_other_measure():
     runs = confirmed_runs()
     (failed,) = (entry for entry in runs if entry.cell == Cell("OPSM", "0", 1e-3) and entry.seed == 303)
@@ -326,13 +312,6 @@ def test_learning_rates_below_the_grid_are_reported_and_choose_nothing():
         "Below the grid, on the search seeds: none 0.900 at 0.0005. There, at the lowest rate of the grid: none 0.400, "
         "OPSM 0.400. This changes no choice."
     ) in comparison_tables(comparison)
-
-
-def test_a_run_without_its_machine_can_not_be_paired():
-    runs = confirmed_runs()
-    del runs[-1].curves.facts["machine"]
-    with pytest.raises(ConfigError, match="on seed 310 does not say where it was trained"):
-        compare_tuned_runs(runs, regime())
 
 
 def test_the_page_gets_tables_and_a_figure_or_says_that_data_are_missing(tmp_path):

@@ -9,27 +9,11 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 from nemo_geomask.tools.lab.run_store import Run, RunCurves, read_curves, write_steps
 from tests.evidence.lab.columns import EVIDENCE_SPECS, EvidenceSpec, SeedMean
-from tests.evidence.lab.untuned import collect_runs, load_runs, search_table, split_runs
+from tests.evidence.lab.untuned import collect_runs, load_runs, split_runs
 from tests.tools.lab.tiny_recipe import TINY, merged
 
 pytest.importorskip("pyarrow", reason="runs are Parquet (demo extra)")
 FACTS = {"corrected": False, "chance": 0.1, "sampler": "copy", "precision": "float32", "versions": {}}
-
-
-def test_a_table_of_what_was_searched():
-    rewards = {"none": (0.1, 0.2, 0.6), "token": (0.2, 0.4, 0.6)}
-    rows = [
-        {"setting": "int4", "lr": "1e-3", "variant": variant, "seed": str(seed), "reward": str(reward)}
-        for variant, values in rewards.items()
-        for seed, reward in enumerate(values)
-    ]
-    half = 4.302653 * 0.1 / math.sqrt(3)
-    assert search_table([*rows, {**rows[0], "setting": "float8", "reward": "0.5"}]).splitlines() == [
-        "|  | lr | none | `token` |",
-        "|---|---|---|---|",
-        f"| int4 | 1e-3 | 0.300 | 0.400 ({0.1 - half:+.3f} to {0.1 + half:+.3f}) |",
-        "| float8 | 1e-3 | 0.500 | – |",
-    ]
 
 
 def written(folder, label, seed, rewards, **settings):

@@ -59,15 +59,12 @@ def split_runs(
     matched_by: str = "",
     without_token: int | None = None,
 ) -> list[RunCurves]:
-    """Split the tokens of recorded runs by a dimension; return the curves of each part as if it were a separate run.
+    """Split the tokens of runs with ``loss_fn.record.dir: records`` by a dimension, each part as if it were a run.
 
-    Args:
-        folders: folders of runs that were recorded with ``loss_fn.record.dir: records``.
-        dimension: a dimension of ``nemo-geomask diagnose --by``.
-        edges: boundaries of the parts; each has to be an edge of the dimension's bins.
-        matched_by: another dimension. A part's means are then over its bins, weighted by the tokens of the first part
-            in them. Bins in which a part has fewer than 20 tokens in a step are left out of all parts.
-        without_token: id of a token to leave out.
+    ``edges`` separate the parts; each is an edge of the dimension's bins in ``nemo-geomask diagnose --by``. With
+    ``matched_by``, another dimension, a part's means are over its bins, weighted by the tokens of the first part in
+    them; bins in which a part has fewer than 20 tokens in a step are left out of all parts. ``without_token`` is an id
+    to leave out.
 
     Returns:
         One entry for each run and part, with a value for each recorded step (at most 128). ``count`` is the part's

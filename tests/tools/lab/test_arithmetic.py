@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="the policy is a transformers model (
 
 from nemo_geomask.tools.lab.arithmetic import KVCache, linear
 from nemo_geomask.tools.lab.policy_model import build_policy, token_logprobs
-from nemo_geomask.tools.lab.progression_task import Progressions
+from nemo_geomask.tools.lab.tasks import Progressions
 
 TASK = Progressions(7, 4, 12)
 

@@ -53,11 +53,6 @@ def test_a_loss_without_the_varied_option_is_trained_once(tmp_path, vary):
     assert [run.position for run in runs] == [0, 1, 2]
 
 
-def test_equal_settings_under_two_labels_are_still_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="have the same settings"):
-        plan(tmp_path, "gspo:none,sapo:none", vary=["policy.lr=1e-3,0.001"])
-
-
 def test_a_recipe_names_what_is_varied_unless_the_command_line_does(tmp_path):
     lab = {"vary": ["policy.lr=1e-3,2e-3"]}
     recipe = tmp_path / "recipe.yaml"

@@ -72,10 +72,6 @@ def is_sparse(path):
     os.truncate(path, 2**31)
 
 
-def claims_a_large_footer(path):
-    path.write_bytes(b"PAR1" + bytes(100) + (2**31).to_bytes(4, "little") + b"PAR1")
-
-
 DAMAGE = {
     "a list of facts": (has_facts([1]), "its facts: Input should be a valid dictionary"),
     "no facts": (has_facts({}), "its facts.label: Field required"),
@@ -103,7 +99,7 @@ DAMAGE = {
     "an empty file": (lambda path: path.touch(), ""),
     "text": (lambda path: path.write_text("nothing"), ""),
     "a sparse file": (is_sparse, "it has 2,147,483,648 bytes"),
-    "a large footer": (claims_a_large_footer, ""),
+    "a large footer": (lambda path: path.write_bytes(b"PAR1" + bytes(100) + b"\0\0\0\x80PAR1"), ""),
 }
 
 
@@ -129,12 +125,12 @@ def test_texts_of_a_run_are_no_markup(tmp_path, capsys, text):
     assert f"mismatch is {text} against" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("value", [1e308, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_numbers_without_a_mean_end_in_a_report(tmp_path, value):
     (tmp_path / "steps").mkdir()
     names = ("reward", "grad_norm", "step_seconds", "geomask/mismatch_abs", "geomask/kept_tokens", "geomask/weight_ess")
     for seed in (1, 2):
-        values = [value, -value if math.isinf(value) else value] * 12
-        columns = {"step": range(1, 25), "seed": [seed] * 24, "variant": [""] * 24, **dict.fromkeys(names, values)}
+        columns = {"step": range(1, 25), "seed": [seed] * 24, "variant": [""] * 24}
+        columns |= dict.fromkeys(names, [value] * 24)
         write_run(tmp_path / "steps" / f"{seed}.parquet", {**FACTS, "seed": seed}, **columns)
     assert main(["lab", "report", str(tmp_path)]) == 0

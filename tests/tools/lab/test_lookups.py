@@ -5,7 +5,7 @@ import torch
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.lab_recipe import EnvConfig
-from nemo_geomask.tools.lab.lookup_task import Lookups
+from nemo_geomask.tools.lab.tasks import Lookups
 
 TASK = Lookups(modulus=7, min_terms=7, max_terms=21)
 PROMPT = [3, TASK.colon_id]
@@ -28,7 +28,7 @@ ASK, EOS = TASK.call_id, TASK.eos_id
         ([], 7, 0.0),
     ],
 )
-def test_reward(response, terms, reward):
+def test_a_reward_is_the_share_of_repeated_numbers(response, terms, reward):
     assert TASK.reward(PROMPT, response, terms) == pytest.approx(reward)
 
 
@@ -47,26 +47,3 @@ def test_a_response_has_room_for_a_round():
     ):
         Lookups.of(EnvConfig(name="lookups", min_terms=6))
     assert Lookups.of(EnvConfig(name="lookups", modulus=5, min_terms=7)).modulus == 5
-
-
-def test_text_and_prompts():
-    assert TASK.text([*PROMPT, ASK, 5, EOS, TASK.pad_id]) == "3 : ? 5 <eos> <pad>"
-    prompts = TASK.sample(500, torch.Generator().manual_seed(0))
-    assert set(prompts.terms.tolist()) == set(range(7, 22))
-    assert set(prompts.token_ids[:, 0].tolist()) == set(range(7))
-
-
-def test_it_is_learned_from(tiny):
-    pytest.importorskip("transformers", reason="the policy is a transformers model (demo extra)")
-    from nemo_geomask import build_loss
-    from nemo_geomask.tools.lab.trainer import Trainer
-
-    recipe = tiny(env={"name": "lookups", "min_terms": 7}, grpo={"num_prompts_per_step": 16})
-    (_, _), (metrics, rollout) = Trainer(recipe, build_loss(recipe.loss_fn)).steps()
-    data = rollout.data
-    written = (data["input_lengths"] - 2) - data["token_mask"].sum(dim=1)
-    calls = (data["input_ids"][:, 2:] == recipe.env.modulus).sum(dim=1)
-    assert calls.sum() > 5
-    assert (written <= 3 * calls).all()
-    assert (written > 0).any()
-    assert metrics["grad_norm"] > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean, stdev
 
 import pytest
 
@@ -16,7 +15,6 @@ from nemo_geomask.tools.lab.outcome import (
     summarize_variants,
 )
 from nemo_geomask.tools.lab.run_store import RunCurves
-from nemo_geomask.tools.shared.intervals import mean_interval, student_quantile
 
 RISES = [0.1] * 10 + [0.1 + 0.01 * step for step in range(40)]
 
@@ -71,23 +69,6 @@ def test_the_best_reward_is_of_ten_steps_in_a_row():
     assert best_reward([0.0] * 5 + [1.0] * 10 + [0.2] * 5) == 1.0
     assert best_reward([1.0] * 5 + [0.0] * 10) == 0.5
     assert best_reward([0.2, 0.4]) == pytest.approx(0.3)
-
-
-def test_quantiles_are_those_of_student():
-    mpmath = pytest.importorskip("mpmath")
-
-    def two_sided(t, df):
-        return float(mpmath.betainc(df / 2, 0.5, 0, df / (df + t * t), regularized=True))
-
-    for df in (*range(1, 41), 99, 1000):
-        assert two_sided(student_quantile(df), df) == pytest.approx(0.05, abs=3e-4), df
-
-
-def test_the_interval_is_of_the_pairs():
-    differences = [0.1, 0.3, 0.2, 0.0, 0.4]
-    half = 2.7764451051977987 * stdev(differences) / math.sqrt(5)
-    assert mean_interval(differences) == pytest.approx((fmean(differences) - half, fmean(differences) + half))
-    assert mean_interval([0.1]) is None
 
 
 def curve(label, seed, reward, *, finished=True, **columns):

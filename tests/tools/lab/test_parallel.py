@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="the policy is a transformers model (
 
 from nemo_geomask import build_loss
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
-from nemo_geomask.tools.lab.packed_rows import pack_sequences, vocabulary_shards
+from nemo_geomask.tools.lab.packed_rows import pack_sequences
 from nemo_geomask.tools.lab.policy_model import token_logprobs
 from nemo_geomask.tools.lab.ranks import Axis, Ranks, start_ranks
 from nemo_geomask.tools.lab.trainer import Trainer, accumulate_gradients
@@ -161,7 +161,7 @@ def test_the_engine_alone_equals_padded_rows(truth):
         equal([metrics], [found[name][1]], name)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_gradients_and_courses_equal_those_of_one_process(truth, world):
     threads = torch.get_num_threads()
     work = functools.partial(check, LAYOUTS[world], truth)
@@ -194,8 +194,3 @@ def test_shares_cover_every_token_once_and_see_what_comes_before(cp):
             assert (s, int(packing.query_index[s, q])) == (row, token)
             seen = [held[int(key)] for key in packing.key_index[s][packing.visible[s, 0, q]]]
             assert seen == [(row, before) for before in range(place + 1)]
-
-
-def test_vocabulary_shards():
-    assert vocabulary_shards(11, 4) == [3, 3, 3, 2]
-    assert vocabulary_shards(9, 1) == [9]

@@ -18,6 +18,7 @@ from tests.tools.lab.tiny_recipe import TINY, merged
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_third_party_loss_trains_in_the_lab(tmp_path_factory, tmp_path):
     third_party = install_example(tmp_path_factory)

@@ -7,10 +7,8 @@ import torch
 
 pytest.importorskip("transformers", reason="the policy is a transformers model (demo extra)")
 
-from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.lab.policy_model import build_policy, generation_copy
-from nemo_geomask.tools.lab.progression_task import load_task
-from nemo_geomask.tools.lab.quantization import round_to_format
+from nemo_geomask.tools.lab.policy_model import build_policy, generation_copy, round_to_format
+from nemo_geomask.tools.lab.tasks import load_task
 
 # Every finite value of e4m3: 4 bits of exponent with bias 7, 3 of mantissa; the last code of all is NaN.
 E4M3 = [
@@ -59,19 +57,3 @@ def test_the_layers_that_are_named_and_no_others(tiny, layers, touched):
     for name, weight in engine.named_parameters():
         assert torch.equal(weight, before[name]) != any(part in name for part in touched), name
     assert all(torch.equal(weight, before[name]) for name, weight in policy.named_parameters())
-
-
-@pytest.mark.parametrize(
-    ("generation", "message"),
-    [
-        ({"quantization": {"weights": "int3"}}, "policy.generation.quantization.weights: Input should be 'int8'"),
-        (
-            {"quantization": {"weights": "int4", "block_size": 24}},
-            r"model.hidden_size \(32\) must be a multiple of gen",
-        ),
-        ({"vllm_kwargs": {"kv_cache_dtype": "fp8"}}, r"vllm_kwargs \(kv_cache_dtype\) are vLLM's, and backend is copy"),
-    ],
-)
-def test_settings_that_do_not_fit(tiny, generation, message):
-    with pytest.raises(ConfigError, match=message):
-        tiny(policy={"generation": generation})

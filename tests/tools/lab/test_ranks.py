@@ -50,6 +50,7 @@ def wait_for(path, process, seconds):
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_an_interrupt_keeps_what_was_trained(tmp_path):
     for module in ("transformers", "matplotlib", "rich"):
         pytest.importorskip(module, reason="the lab's demo extra")

@@ -81,17 +81,3 @@ def test_several_versions_of_torch_are_in_the_table(report):
     assert "several versions of torch. Runs of one seed" in " ".join(printed.split())
     assert "version of transformers" not in printed
     assert [row["versions"]["torch"] for row in summary["variants"]] == [["2.13.0"], ["2.11.0"]]
-
-
-def test_several_versions_within_a_variant_are_both_in_its_cell(report):
-    for seed, version in ((1, "2.11.0"), (2, "2.13.0")):
-        facts = {**NONE, "versions": {"torch": version}}
-        summary, printed = report(("a:none", 0.3, facts), seeds=(seed,))
-    assert summary["variants"][0]["versions"] == {"torch": ["2.11.0", "2.13.0"]}
-    assert "version of torch" in printed
-
-
-def test_one_version_is_not_mentioned(report):
-    _, printed = report(("a:none", 0.3, {**NONE, "versions": {"torch": "2.13.0"}}))
-    assert "version of" not in printed
-    assert "several versions" not in printed

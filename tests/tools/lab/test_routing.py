@@ -8,10 +8,8 @@ import torch
 pytest.importorskip("transformers", reason="the policy is a transformers model (demo extra)")
 
 from nemo_geomask import build_loss
-from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.lab.policy_model import build_policy
-from nemo_geomask.tools.lab.progression_task import load_task
-from nemo_geomask.tools.lab.routing import hook_routers, routes_differ
+from nemo_geomask.tools.lab.policy_model import build_policy, hook_routers, routes_differ
+from nemo_geomask.tools.lab.tasks import load_task
 from nemo_geomask.tools.lab.trainer import Trainer
 
 COARSE = {"precision": "float32", "quantization": {"weights": "int4", "layers": "linears"}}
@@ -118,21 +116,3 @@ def test_training_takes_the_engines_routes(tiny, enabled):
     # What trains is what scored: the ratio of the only optimiser step is 1.
     assert metrics["probs_ratio_min"] == pytest.approx(1, abs=1e-4)
     assert metrics["probs_ratio_max"] == pytest.approx(1, abs=1e-4)
-
-
-def test_replay_takes_part_of_the_mismatch_away(tiny):
-    sizes = []
-    for enabled in (False, True):
-        recipe = tiny(
-            grpo={"num_prompts_per_step": 32, "max_num_steps": 1},
-            policy={"generation": COARSE, "router_replay": {"enabled": enabled}, "train_global_batch_size": 128},
-        )
-        metrics, _ = Trainer(recipe, build_loss(recipe.loss_fn)).step()
-        sizes.append(metrics["geomask/mismatch_abs"])
-    assert sizes[1] < sizes[0]
-
-
-def test_vllms_routes_are_not_known(tiny):
-    wide = {"num_attention_heads": 1, "num_key_value_heads": 1}
-    with pytest.raises(ConfigError, match=r"policy.router_replay.enabled needs policy.generation.backend: copy"):
-        tiny(policy={"router_replay": {"enabled": True}, "generation": {"backend": "vllm"}, "model": wide})

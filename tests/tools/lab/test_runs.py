@@ -89,15 +89,6 @@ def test_a_report_into_a_file_is_a_mistake(tmp_path):
             report_runs([str(tmp_path)], baseline=None, target=None, out=out)
 
 
-def test_what_is_no_run_is_said(tmp_path):
-    with pytest.raises(ConfigError, match="no run of the lab in"):
-        read_curves([tmp_path])
-    (tmp_path / "steps").mkdir()
-    (tmp_path / "steps" / "x.parquet").write_text("nothing")
-    with pytest.raises(ConfigError, match="x.parquet is not a run of the lab"):
-        read_curves([tmp_path])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "change",

@@ -10,11 +10,9 @@ import torch
 pytest.importorskip("transformers", reason="the policy is a transformers model (demo extra)")
 
 from nemo_geomask import build_loss
-from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.generation_engine import generate
 from nemo_geomask.tools.lab.policy_model import build_policy, token_logprobs
-from nemo_geomask.tools.lab.progression_task import load_task
-from nemo_geomask.tools.lab.samplers import build_sampler
+from nemo_geomask.tools.lab.tasks import load_task
 from nemo_geomask.tools.lab.trainer import Trainer
 
 FLOAT32 = {"generation": {"precision": "float32"}, "lr": 1e-2}
@@ -73,45 +71,12 @@ def test_the_engine_is_as_many_updates_behind_as_it_may_be(tiny, age):
         torch.testing.assert_close(data["prev_logprobs"][:, 1:][mask], of_version[-1][mask], rtol=0, atol=1e-5)
 
 
-def test_the_report_says_what_sampled(tiny):
-    coarse = {"quantization": {"weights": "int4", "block_size": 16}}
-    recipe = tiny(grpo=asynchronous(2), policy={"generation": coarse})
-    assert (
-        build_sampler(recipe).name == "decoding in bfloat16 with int4 experts in blocks of 16 (2 weight updates behind)"
-    )
-    assert build_sampler(tiny()).name == "decoding in bfloat16"
-
-
 def test_in_flight_tokens_are_younger_than_their_response(tiny):
     recipe = tiny(grpo=asynchronous(2, in_flight_weight_updates=True), policy=FLOAT32)
     trainer = Trainer(recipe, build_loss(recipe.loss_fn))
     *_, (metrics, rollout) = trainer.steps()
     assert metrics["avg_trajectory_age"] == 2 > metrics["avg_token_age"] > 0
     assert set(rollout.data["weight_age"][rollout.data["token_mask"].bool()].tolist()) == {0, 1, 2}
-
-
-def test_synchronous_training_keeps_no_old_weights(tiny):
-    trainer = Trainer(tiny(), build_loss(tiny().loss_fn))
-    metrics, rollout = trainer.step()
-    assert not trainer.versions
-    assert metrics["avg_trajectory_age"] == metrics["avg_token_age"] == 0
-    assert not rollout.data["weight_age"].any()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"in_flight_weight_updates": True}, "in_flight_weight_updates has no effect without enabled"),
-        (
-            {"enabled": True, "recompute_kv_cache_after_weight_updates": True},
-            "recompute_kv_cache_after_weight_updates has no effect without in_flight_weight_updates",
-        ),
-        ({"max_trajectory_age_steps": 0}, "grpo.async_grpo.max_trajectory_age_steps: Input should be greater than 0"),
-    ],
-)
-def test_settings_that_do_nothing(tiny, settings, message):
-    with pytest.raises(ConfigError, match=message):
-        tiny(grpo={"async_grpo": settings})
 
 
 @pytest.mark.parametrize("in_flight", [False, True])

@@ -36,15 +36,15 @@ def recipe():
 
 @pytest.fixture(scope="session")
 def task():
-    from nemo_geomask.tools.lab.progression_task import Progressions
+    from nemo_geomask.tools.lab.tasks import Progressions
 
     return Progressions(modulus=7, min_terms=4, max_terms=16)
 
 
 @pytest.fixture(scope="session")
 def sampler(recipe):
-    from nemo_geomask.tools.lab.progression_task import Progressions
-    from nemo_geomask.tools.lab.vllm_sampler import VllmSampler
+    from nemo_geomask.tools.lab.samplers import VllmSampler
+    from nemo_geomask.tools.lab.tasks import Progressions
 
     torch.set_num_threads(1)
     return VllmSampler(recipe, Progressions.of(recipe.env))
@@ -53,6 +53,6 @@ def sampler(recipe):
 @pytest.fixture
 def policy(recipe):
     from nemo_geomask.tools.lab.policy_model import build_policy
-    from nemo_geomask.tools.lab.progression_task import Progressions
+    from nemo_geomask.tools.lab.tasks import Progressions
 
     return build_policy(recipe.policy.model, Progressions.of(recipe.env), seed=0)

@@ -11,7 +11,7 @@ import vllm
 
 from nemo_geomask.errors import ConfigError, EngineError
 from nemo_geomask.hosts.vllm import load_weights, rollout_batch
-from nemo_geomask.tools.lab import vllm_sampler as lab_vllm
+from nemo_geomask.tools.lab import samplers as lab_vllm
 from nemo_geomask.tools.lab.policy_model import build_policy, checkpoint_weights, token_logprobs
 
 pytestmark = pytest.mark.timeout(240)

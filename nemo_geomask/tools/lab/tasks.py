@@ -1,4 +1,4 @@
-"""Interface of a lab task, and the built-in tasks on arithmetic progressions modulo a small number.
+"""Interface of a lab task, and the built-in tasks: arithmetic progressions modulo a number, and lookups by a tool.
 
 In the default task, a prompt is ``start + step :`` and the response should be the next terms. Each term is compared
 with the term before it, so there is partial credit: a mistake costs one term (two, if it is not a number), but not the
@@ -18,8 +18,6 @@ from torch import Tensor
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.lab_recipe import TASKS, EnvConfig
-
-__all__ = ["Answers", "CallingTask", "NumberTask", "Progressions", "Prompts", "Task", "draw_prompts", "load_task"]
 
 _PROMPTS_PER_HELD_OUT = 8  # one prompt in this many belongs to the validation split
 _MAX_DRAWS = 200  # maximum number of batches that are drawn to fill a split
@@ -101,8 +99,7 @@ def draw_prompts(task: Task, count: int, generator: torch.Generator, *, held_out
     A checksum of a prompt's tokens assigns one prompt in eight to the validation split. The assignment is the same in
     all runs, so no run trains on prompts that another run is validated on.
 
-    Raises:
-        ConfigError: the task has too few prompts in that split.
+    Raises: ConfigError: the task has too few prompts in that split.
     """
     parts: list[Prompts] = []
     count_drawn = 0
@@ -193,20 +190,11 @@ class Progressions(NumberTask):
     prompt_width = 4
     sign = "+"
 
-    @property
-    def plus_id(self) -> int:
-        """Token ``+``."""
-        return self.sign_id
-
     def sample(self, count: int, generator: torch.Generator) -> Prompts:
         """Draw ``count`` prompts: start, step (never 0) and number of terms, each uniform."""
-
-        def draw(low: int, high: int) -> Tensor:
-            return torch.randint(low, high + 1, (count,), generator=generator)
-
-        start, step = draw(0, self.modulus - 1), draw(1, self.modulus - 1)
-        terms = draw(self.min_terms, self.max_terms)
-        plus, colon = torch.full_like(start, self.plus_id), torch.full_like(start, self.colon_id)
+        ends = ((0, self.modulus), (1, self.modulus), (self.min_terms, self.max_terms + 1))
+        start, step, terms = (torch.randint(low, high, (count,), generator=generator) for low, high in ends)
+        plus, colon = torch.full_like(start, self.sign_id), torch.full_like(start, self.colon_id)
         return Prompts(torch.stack([start, plus, step, colon], dim=1), terms)
 
     def reward(self, prompt: Sequence[int], response: Sequence[int], terms: int) -> float:
@@ -243,3 +231,65 @@ class Answers(Progressions):
         if self.eos_id in answer:
             answer = answer[: answer.index(self.eos_id)]
         return float(len(answer) >= self.min_terms and answer[-1] == (prompt[0] + prompt[2]) % self.modulus)
+
+
+_REPLY_LENGTH = 3  # numbers in a reply
+_ROUND_LENGTH = 1 + 2 * _REPLY_LENGTH  # tokens of a call, its reply and the repetition
+
+
+@dataclass(frozen=True)
+class Lookups(NumberTask):
+    """Task of calling a tool, repeating the three numbers that it returns, and calling it again.
+
+    Implements :class:`nemo_geomask.tools.lab.tasks.CallingTask`. The environment's tokens count towards the
+    ``min_terms`` to ``max_terms`` of a response.
+    """
+
+    prompt_width = 2
+    sign = "?"
+
+    @classmethod
+    def of(cls, env: EnvConfig) -> Self:
+        """Create the task that ``env:`` describes; raise ConfigError if one call does not fit into a response."""
+        if env.min_terms < _ROUND_LENGTH:
+            raise ConfigError(
+                f"env.min_terms: {env.min_terms} is too small: a call, its reply and the repetition are "
+                f"{_ROUND_LENGTH} tokens; set it to at least {_ROUND_LENGTH}"
+            )
+        return super().of(env)
+
+    @property
+    def call_id(self) -> int:
+        """Token ``?``."""
+        return self.sign_id
+
+    def sample(self, count: int, generator: torch.Generator) -> Prompts:
+        """Draw ``count`` prompts: key and number of terms, each uniform."""
+        key = torch.randint(0, self.modulus, (count,), generator=generator)
+        terms = torch.randint(self.min_terms, self.max_terms + 1, (count,), generator=generator)
+        return Prompts(torch.stack([key, torch.full_like(key, self.colon_id)], dim=1), terms)
+
+    def reply(self, prompt: Sequence[int], response: Sequence[int]) -> list[int]:
+        """Return three numbers, determined by the tokens so far."""
+        digest = zlib.crc32(",".join(map(str, (*prompt, *response))).encode())
+        return [digest // self.modulus**digit % self.modulus for digit in range(_REPLY_LENGTH)]
+
+    def reward(self, prompt: Sequence[int], response: Sequence[int], terms: int) -> float:
+        """Return the share of correctly repeated numbers, in [0, 1].
+
+        The denominator is the number of repetitions in as many complete rounds as fit into the response.
+        """
+        correct, position = 0, 0
+        while position < min(len(response), terms) and response[position] != self.eos_id:
+            if response[position] != self.call_id:
+                position += 1
+                continue
+            numbers = response[position + 1 : position + 1 + _REPLY_LENGTH]
+            # The next call ends the repetition, since the policy does not generate its reply.
+            for offset, number in enumerate(numbers, start=position + 1 + _REPLY_LENGTH):
+                if offset >= min(len(response), terms) or response[offset] in (self.call_id, self.eos_id):
+                    break
+                correct += response[offset] == number
+            position += 1 + _REPLY_LENGTH
+        # Numbers of a last, incomplete round also count and can make up for mistakes.
+        return min(1.0, correct / (terms // _ROUND_LENGTH * _REPLY_LENGTH))
