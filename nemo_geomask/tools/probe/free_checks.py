@@ -11,6 +11,8 @@ from nemo_geomask.tools.probe.gap_statistics import k3_of
 from nemo_geomask.tools.probe.ledger import NEGLIGIBLE_K3
 from nemo_geomask.tools.probe.scored_arms import FrozenTokens
 
+numpy: Any = require("numpy", "the probe's statistics need", "diagnose")
+
 _MIN_TOKENS = 50
 _SHIFT_FACTOR = 4.0
 _DECODE_FACTOR = 4.0
@@ -157,7 +159,6 @@ def _evaluation_check(trainer: Any, again: Any, is_training: bool) -> FreeCheck:
 
 def _shift_check(tokens: FrozenTokens, decode: Any, trainer: Any) -> FreeCheck:
     """Look for a shift by one token: neighbours that agree better than the tokens themselves."""
-    numpy = require("numpy", "the probe's statistics need", "diagnose")
     follows = tokens.positions[1:] == tokens.positions[:-1] + 1
     distance = float(numpy.median(numpy.abs(trainer - decode)))
     for shift, trainer_part, decode_part in ((1, trainer[1:], decode[:-1]), (-1, trainer[:-1], decode[1:])):

@@ -16,6 +16,8 @@ from nemo_geomask.optional import require
 from nemo_geomask.tools.shared.intervals import percentile_interval
 from nemo_geomask.tools.shared.paired_tests import sign_flip_p
 
+numpy: Any = require("numpy", "the probe's statistics need", "diagnose")
+
 LARGE = 0.1
 VERY_LARGE = math.log(2.0)
 """Sizes of |Δ| whose shares of tokens are reported: 10 % and a factor of 2 in probability."""
@@ -23,10 +25,6 @@ VERY_LARGE = math.log(2.0)
 _CAP = 5.0  # on |Δ| in k3: a factor of 148 in probability
 _REPLICATES = 2000
 _SEED = 20260
-
-
-def _numpy() -> Any:
-    return require("numpy", "the probe's statistics need", "diagnose")
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,6 @@ class GapChange:
 
 def k3_of(delta: Any) -> Any:
     """Return exp(Δ) − 1 − Δ of each token, with Δ within ±5; float64, as exact as expm1."""
-    numpy = _numpy()
     clipped = numpy.clip(numpy.asarray(delta, dtype=numpy.float64), -_CAP, _CAP)
     return numpy.expm1(clipped) - clipped
 
@@ -65,7 +62,6 @@ def gap(first: Any, second: Any) -> Gap:
         first: log-probs, of the trainer in a mismatch.
         second: log-probs, of the engine in a mismatch.
     """
-    numpy = _numpy()
     delta = numpy.asarray(first, dtype=numpy.float64) - numpy.asarray(second, dtype=numpy.float64)
     size = numpy.abs(delta)
     return Gap(
@@ -80,7 +76,6 @@ def gap(first: Any, second: Any) -> Gap:
 
 def change_between(before: Any, after: Any, prompts: Any) -> GapChange:
     """Return the change of the mean k3 between two arms that scored the same tokens."""
-    numpy = _numpy()
     difference = k3_of(after) - k3_of(before)
     _, numbers = numpy.unique(numpy.asarray(prompts), return_inverse=True)
     sums = numpy.bincount(numbers, weights=difference)

@@ -10,9 +10,10 @@ rank that has other tokens than the sequence's, or only some of them, compares n
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from nemo_geomask.errors import EngineError
 
@@ -69,14 +70,12 @@ def _operators(model: Any) -> dict[str, Any]:
 
 
 def _tensors(values: Any) -> list[Any]:
-    torch = importlib.import_module("torch")
     items = values if isinstance(values, list | tuple) else [values]
     return [item for item in items if isinstance(item, torch.Tensor)]
 
 
 def _hidden_input(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the hidden states of a call and, in vLLM, the residual that belongs to them."""
-    torch = importlib.import_module("torch")
     floating = [value for value in args if isinstance(value, torch.Tensor) and value.is_floating_point()]
     name = _hidden_name(kwargs)
     hidden = kwargs[name] if name else floating[0] if floating else None
@@ -216,7 +215,6 @@ def _replace_input(state: Any) -> Callable[..., Any]:
 
 def _keep_trainer(name: str, length: int) -> Callable[..., None]:
     def keep(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        torch = importlib.import_module("torch")
         outputs = _tensors(output)
         if not outputs or name in _captured:
             return
@@ -260,7 +258,6 @@ def compare_trainer(actor: Any, states: States, experts: int, sequence: Sequence
     Raises:
         EngineError: this rank has other tokens, or some of them alone.
     """
-    torch = importlib.import_module("torch")
     if not _ids or _ids[0][: len(sequence)].tolist() != list(sequence):
         raise EngineError(
             "a rank of the trainer has other tokens than the sequence, as context parallelism leaves it parts of each"
@@ -288,7 +285,6 @@ def compare_trainer(actor: Any, states: States, experts: int, sequence: Sequence
 
 
 def _expert_map(chosen: Any, count: int) -> Any:
-    torch = importlib.import_module("torch")
     if chosen.dtype == torch.bool:
         return chosen
     experts = torch.zeros(len(chosen), count, dtype=torch.bool)

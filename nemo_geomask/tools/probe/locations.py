@@ -12,6 +12,8 @@ from nemo_geomask.tools.probe.gap_statistics import k3_of
 from nemo_geomask.tools.probe.ledger import NEGLIGIBLE_K3
 from nemo_geomask.tools.probe.scored_arms import FrozenTokens
 
+numpy: Any = require("numpy", "the probe's statistics need", "diagnose")
+
 _ROUNDINGS = 16.0
 """Roundings of the coarser dtype that an operator's output may differ by without standing out."""
 _EPSILONS = {"torch.bfloat16": 2.0**-8, "torch.float16": 2.0**-11, "torch.float32": 2.0**-24}
@@ -87,7 +89,6 @@ def layer_differences(
     floor = _ROUNDINGS * max(epsilons, default=_EPSILONS["torch.float32"])
     as_they_run, replayed = layers["own"], layers["replayed"]
     arising = {name: value for name, value in replayed.items() if not name.endswith("router")}
-    numpy = require("numpy", "the probe's statistics need", "diagnose")
     head = layers["head"]
     deltas = [numpy.asarray(trainer) - numpy.asarray(engine) for trainer, engine in zip(head, prefill, strict=False)]
     # A layer's own output comes after those of its operators, which are what a reader can look for.
@@ -113,7 +114,6 @@ def _place(name: str) -> tuple[int, int]:
 
 def by_position(tokens: FrozenTokens, decode: Any, prefill: Any, trainer: Any) -> tuple[PositionBin, ...]:
     """Return the mean |Δ| by position in the response, in up to eight bins of equal width."""
-    numpy = require("numpy", "the probe's statistics need", "diagnose")
     end = int(tokens.positions.max()) + 1
     width = -(-end // _BINS)
     bins = []
@@ -130,7 +130,6 @@ def worst_tokens(tokens: FrozenTokens, decode: Any, trainer: Any, texts: Mapping
     Args:
         texts: text of each token, by its id as a string.
     """
-    numpy = require("numpy", "the probe's statistics need", "diagnose")
     order = numpy.argsort(-numpy.abs(trainer - decode), kind="stable")[:_WORST]
     return tuple(
         TokenGap(

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import torch
 
 _DEPTH = 5
 _PRIMITIVES = (bool, int, float, str, type(None))
@@ -77,7 +78,6 @@ def watch_forward(actor: Any) -> None:
 
 
 def _count_forward(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-    torch = importlib.import_module("torch")
     tokens = kwargs.get("input_ids", args[0] if args else None)
     logits = getattr(output, "logits", output)
     shape = "×".join(map(str, tokens.shape)) if isinstance(tokens, torch.Tensor) else "?"
@@ -98,7 +98,6 @@ def trainer_settings(actor: Any) -> dict[str, str]:
         By dotted name: the model's own configuration, dtypes and shards of its weights, active dropout, and the forward
         passes since :func:`watch_forward`, with the options of their calls.
     """
-    torch = importlib.import_module("torch")
     settings: dict[str, str] = {
         "trainer.forward": _counts(_forward.elements()),
         "trainer.sampling": str(getattr(actor, "sampling_params", None)),
@@ -120,7 +119,6 @@ def trainer_settings(actor: Any) -> dict[str, str]:
 
 def trainer_models(actor: Any) -> list[Any]:
     """Return the modules that NeMo-RL's training worker trains: one, or one for each part of a pipeline."""
-    torch = importlib.import_module("torch")
     model = getattr(actor, "model", None)
     models = model if isinstance(model, list | tuple) else [model]
     return [module for module in models if isinstance(module, torch.nn.Module)]

@@ -9,6 +9,8 @@ from typing import Any
 from nemo_geomask.errors import DataError
 from nemo_geomask.optional import require
 
+numpy: Any = require("numpy", "the probe's statistics need", "diagnose")
+
 BASE = "base"
 """Name of the request that every start has: all sequences at once, with the recipe's options."""
 
@@ -31,7 +33,6 @@ class FrozenTokens:
     @classmethod
     def from_frozen(cls, frozen: Mapping[str, Any]) -> FrozenTokens:
         """Return the tokens of frozen sequences, as the scoring job writes them."""
-        numpy = require("numpy", "the probe's statistics need", "diagnose")
         pairs = list(zip(frozen["sequences"], frozen["prompt_lengths"], strict=True))
         lengths = tuple(len(sequence) - prompt for sequence, prompt in pairs)
         prompts = numpy.repeat(numpy.asarray(frozen["prompts"]), lengths)
@@ -52,7 +53,6 @@ class FrozenTokens:
         The mean of exp(Δ) − 1 − Δ then estimates KL(engine ‖ trainer) over the engine's tokens, and
         KL(trainer ‖ engine) over the trainer's.
         """
-        numpy = require("numpy", "the probe's statistics need", "diagnose")
         return numpy.where(self.by_trainer, -logprobs, logprobs)
 
     def flat(self, logprobs: Sequence[Sequence[float]], source: str) -> Any:
@@ -61,7 +61,6 @@ class FrozenTokens:
         Raises:
             DataError: another number of tokens than were frozen, or a value that is NaN or +inf.
         """
-        numpy = require("numpy", "the probe's statistics need", "diagnose")
         if tuple(map(len, logprobs)) != self.lengths:
             raise DataError(
                 f"{source} scored {list(map(len, logprobs))} tokens; the frozen responses have {self.lengths}"

@@ -15,6 +15,8 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.tools.probe import resolved_settings
 
@@ -41,7 +43,6 @@ def call_all(workers: Sequence[Any], function: Any, *args: Any) -> list[Any]:
 
 def batch_of(config: Mapping[str, Any], tokenizer: Any, frozen: Mapping[str, Any]) -> Any:
     """Return sequences as a batch of NeMo-RL's, padded on the right."""
-    torch = importlib.import_module("torch")
     batches = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
     sequences, prompt_lengths = frozen["sequences"], frozen["prompt_lengths"]
     multiple = int(config.get("make_sequence_length_divisible_by") or 1)
@@ -156,7 +157,6 @@ def sample_by_trainer(
         The sequences, each a prompt and its response, and the log-probs of each response. A response ends with a stop
         token, or at ``policy.generation.max_new_tokens``.
     """
-    torch = importlib.import_module("torch")
     generation = config["generation"]
     stop_tokens = {tokenizer.eos_token_id, *(generation.get("stop_token_ids") or ())}
     generator = torch.Generator().manual_seed(_SEED)
@@ -196,7 +196,6 @@ def _distribution(logits: Any, ids: Any, vocabulary: int, generation: Mapping[st
 
     NeMo-RL's trainers apply the temperature to these logits, and neither top-p nor top-k.
     """
-    torch = importlib.import_module("torch")
     apply_filter = importlib.import_module("nemo_rl.algorithms.logits_sampling_utils").apply_top_k_top_p
     is_token = ids < vocabulary
     full = torch.full((vocabulary,), float("-inf"), dtype=torch.float32)
@@ -211,7 +210,6 @@ def fill_adapters(actor: Any) -> int:
     A matrix, or this worker's shard of it, gets values that depend on its name and shape alone: the same ones in every
     start with the same layout.
     """
-    torch = importlib.import_module("torch")
     count = 0
     with torch.no_grad():
         for model in resolved_settings.trainer_models(actor):

@@ -19,7 +19,7 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.check import RecipeFacts
 from nemo_geomask.tools.rehearse.event_log import read_events
-from nemo_geomask.tools.rehearse.launch_environment import has_automodel, has_fp8_cache, launch_environment
+from nemo_geomask.tools.rehearse.launch_environment import has_automodel, launch_environment, supports_fp8_cache
 from nemo_geomask.tools.rehearse.plan import Plan, plan
 from nemo_geomask.tools.rehearse.rehearsal import driver_command, has_gpus, nemo_rl_checkout
 from nemo_geomask.tools.rehearse.run_outcome import innermost_error, without_colours
@@ -146,7 +146,7 @@ def _planned(
         ranks=ranks,
         gpus=gpus,
         has_automodel=has_automodel(checkout),
-        has_fp8_cache=has_fp8_cache(facts),
+        has_fp8_cache=supports_fp8_cache(),
         record=False,
     )
     return facts, planned

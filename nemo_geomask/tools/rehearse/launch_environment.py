@@ -17,10 +17,8 @@ from pathlib import Path
 
 import nemo_geomask
 from nemo_geomask.recipe import ROOT_VARIABLE
-from nemo_geomask.tools.check import RecipeFacts
 from nemo_geomask.tools.rehearse.cpu_shims.nemo_rl_shim import IDENTITY
 from nemo_geomask.tools.rehearse.plan import Plan
-from nemo_geomask.tools.rehearse.setting_changes import wants_fp8_cache
 
 SETTINGS = "NEMO_GEOMASK_REHEARSAL_SETTINGS"
 """Environment variable with the path of the rehearsal's settings, a JSON file."""
@@ -118,11 +116,6 @@ def _environment_name(plan: Plan) -> str:
 def has_automodel(checkout: Path) -> bool:
     """Return True if Automodel is importable, here or from NeMo-RL's checkout."""
     return importlib.util.find_spec("nemo_automodel") is not None or _is_fetched(_automodel_folder(checkout))
-
-
-def has_fp8_cache(facts: RecipeFacts) -> bool:
-    """Return True if the recipe's engine has an fp8 KV cache, and vLLM kernels for it on this processor."""
-    return wants_fp8_cache(facts) and supports_fp8_cache()
 
 
 def supports_fp8_cache() -> bool:

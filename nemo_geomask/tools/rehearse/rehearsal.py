@@ -20,7 +20,7 @@ from nemo_geomask.tools.check import Finding, RecipeFacts, check
 from nemo_geomask.tools.rehearse.control_run import Comparison, compare, control_overrides, settings_of_ours_alone
 from nemo_geomask.tools.rehearse.event_log import STAGES, read_events
 from nemo_geomask.tools.rehearse.gate import RunEvidence, unmet_conditions
-from nemo_geomask.tools.rehearse.launch_environment import has_automodel, has_fp8_cache, launch_environment
+from nemo_geomask.tools.rehearse.launch_environment import has_automodel, launch_environment, supports_fp8_cache
 from nemo_geomask.tools.rehearse.mismatch_check import check_mismatch, has_experts, healthy_limits
 from nemo_geomask.tools.rehearse.plan import RECORDS, Plan, plan
 from nemo_geomask.tools.rehearse.refusals import errors_of
@@ -233,7 +233,7 @@ def _make_plan(facts: RecipeFacts, folder: Path, settings: _RunSettings) -> Plan
         own_environment=settings.own_environment,
         gpus=settings.gpus,
         has_automodel=has_automodel(settings.checkout),
-        has_fp8_cache=has_fp8_cache(facts),
+        has_fp8_cache=supports_fp8_cache(),
         resume=settings.resume,
         validate=settings.validate,
         record=has_arrow(),

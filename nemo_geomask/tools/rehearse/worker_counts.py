@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from nemo_geomask.errors import EngineError
 from nemo_geomask.hosts.nemo_rl import facts, patch
 from nemo_geomask.losses import PolicyLoss
@@ -64,7 +66,6 @@ def _sum_sent(sums: Sums, name: str, tensor: Any) -> None:
 
 
 def _add(sums: Sums, name: str, tensor: Any, dtypes: tuple[str, ...]) -> None:
-    torch = importlib.import_module("torch")
     for dtype in dtypes:
         values = tensor.detach().to(getattr(torch, dtype)).double()
         total = sums.setdefault(group_of(name), {}).setdefault(dtype, [0.0, 0.0, 0.0])
@@ -138,7 +139,6 @@ def local_sums(actor: Any) -> list[float] | None:
     Returns:
         None if the worker's model can't be read.
     """
-    torch = importlib.import_module("torch")
     model: Any = getattr(actor, "model", None)
     modules: Any = model if isinstance(model, list | tuple) else [model]
     if not all(isinstance(module, torch.nn.Module) for module in modules):
@@ -250,7 +250,7 @@ def read_counts(actor: Any = None) -> dict[str, Any]:
 
 def seed(actor: Any, number: int) -> None:
     """Seed this process's generator, from which vLLM samples if its engine runs in the process."""
-    importlib.import_module("torch").manual_seed(number)
+    torch.manual_seed(number)
 
 
 def _patches(actor: Any) -> Iterator[patch.Patch]:

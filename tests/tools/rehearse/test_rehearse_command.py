@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,37 +47,13 @@ def checkout(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def norms():
-    """Of the gradient, by step, where it is not 1."""
-    return {}
+def made():
+    """What a run is like: gradient norms that are not 1, steps kept and lost, and arguments of :func:`write_record`."""
+    return SimpleNamespace(norms={}, kept={1, 2}, lost=set(), validates=True, recorded={})
 
 
 @pytest.fixture
-def kept():
-    """Steps whose checkpoints are."""
-    return {1, 2}
-
-
-@pytest.fixture
-def lost():
-    """Steps whose records are not written."""
-    return set()
-
-
-@pytest.fixture
-def never_validates():
-    """Holds something if the run does not validate although it is to."""
-    return []
-
-
-@pytest.fixture
-def recorded():
-    """Arguments of :func:`write_record`."""
-    return {}
-
-
-@pytest.fixture
-def runs(checkout, norms, kept, lost, never_validates, recorded, monkeypatch):
+def runs(checkout, made, monkeypatch):
     """Stands in for the processes: what they are started with, and a run as a driver would have written it down."""
     seen = []
 
@@ -91,19 +68,19 @@ def runs(checkout, norms, kept, lost, never_validates, recorded, monkeypatch):
         checkpoints = log.parent / "checkpoints"
         first = 2 if (checkpoints / "step_1").is_dir() else 1
         for step in range(first, 3):
-            if step in kept:
+            if step in made.kept:
                 (checkpoints / f"step_{step}").mkdir(parents=True, exist_ok=True)
             events("begin", stage="step", label="policy_training")
             events("end", stage="step", label="policy_training")
-            if "++grpo.val_period=1" in command and not never_validates:
+            if "++grpo.val_period=1" in command and made.validates:
                 events("begin", stage="val", label="total_validation_time")
                 events("end", stage="val", label="total_validation_time")
-            values = {"loss": 0.25 * step, "grad_norm": norms.get(step, 1.0), "reward": 0.5}
+            values = {"loss": 0.25 * step, "grad_norm": made.norms.get(step, 1.0), "reward": 0.5}
             events("metrics", step=step, prefix="train", values=values)
             counts = {"calls": {loss: 4 * step}, "refits": step, "weights": [0.1 * step, 1.0]}
             events("worker_counts", step=step, workers=[{**worker, **counts}])
-            if loss == ours and step not in lost:
-                write_record(log.parent / "records", step, **recorded)
+            if loss == ours and step not in made.lost:
+                write_record(log.parent / "records", step, **made.recorded)
         every_tick()
         log.write_text("", encoding="utf-8")
         seen.append((command, environment, timeout, sorted(Path(environment["PYTHONPATH"].split(":")[0]).iterdir())))
@@ -156,8 +133,8 @@ def test_the_time_of_the_other_steps_is_estimated(runs, monkeypatch, capsys):
         ({"noise": 0.12}, ["policy.generation.temperature=0.5"]),
     ],
 )
-def test_the_sampling_settings_decide_what_is_healthy(runs, recorded, records, overrides):
-    recorded.update(records)
+def test_the_sampling_settings_decide_what_is_healthy(runs, made, records, overrides):
+    made.recorded.update(records)
     assert main(["rehearse", "recipe.yaml", "--steps", "2"]) == 1
     assert main(["rehearse", "recipe.yaml", "--steps", "2", *(f"++{words}" for words in overrides)]) == 0
 
@@ -216,8 +193,8 @@ def test_a_recipe_with_errors_is_not_run(runs, tmp_path, capsys):
     assert (stage["name"], stage["state"]) == ("validation", "failed")
 
 
-def test_a_gradient_of_nan_has_failed_and_json_has_null_for_it(runs, norms, tmp_path, capsys):
-    norms[2] = float("nan")
+def test_a_gradient_of_nan_has_failed_and_json_has_null_for_it(runs, made, tmp_path, capsys):
+    made.norms[2] = float("nan")
     assert main(["rehearse", "recipe.yaml", "--steps", "2", "--json", "found.json"]) == 1
     assert "failed in step: grad_norm of step 2 is nan" in capsys.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
@@ -298,8 +275,8 @@ def test_the_last_step_is_resumed_from_the_one_before_with_its_samples(runs, tmp
     assert "resumed from the checkpoint before it" in capsys.readouterr().out
 
 
-def test_a_checkpoint_that_was_not_kept_leaves_the_report(runs, kept, capsys):
-    kept.remove(1)
+def test_a_checkpoint_that_was_not_kept_leaves_the_report(runs, made, capsys):
+    made.kept.remove(1)
     assert main(["rehearse", "recipe.yaml", "++checkpointing.enabled=true", "--steps", "2", "--resume"]) == 1
     assert len(runs) == 1
     out = capsys.readouterr().out
@@ -371,8 +348,8 @@ def test_records_stay_in_the_rehearsals_folders(runs, tmp_path):
     ]
 
 
-def test_a_lost_record_fails(runs, lost, capsys):
-    lost.add(2)
+def test_a_lost_record_fails(runs, made, capsys):
+    made.lost.add(2)
     assert main(["rehearse", "recipe.yaml", "--steps", "2"]) == 1
     assert "failed in metrics: the record of step 2 was lost" in capsys.readouterr().out
 
@@ -390,7 +367,7 @@ def test_ctrl_c_says_where_it_was(runs, monkeypatch, capsys):
     assert "results/rehearsal/recipe" in error
 
 
-def test_validation_and_tensorboard_on_request(runs, never_validates, capsys):
+def test_validation_and_tensorboard_on_request(runs, made, capsys):
     enabled = ["++logger.tensorboard_enabled=true", "++logger.wandb_enabled=true", "++grpo.val_period=10"]
     assert main(["rehearse", "recipe.yaml", *enabled, "--steps", "2", "--validate"]) == 0
     ((command, *_),) = runs
@@ -399,7 +376,7 @@ def test_validation_and_tensorboard_on_request(runs, never_validates, capsys):
     assert not any(word.startswith("++logger.tensorboard_enabled=false") for word in command)
     assert any(word.startswith("++data.validation={") and "prompts.jsonl" in word for word in command)
     assert "val         ran" in capsys.readouterr().out
-    never_validates.append(True)
+    made.validates = False
     assert main(["rehearse", "recipe.yaml", *enabled, "--steps", "2", "--validate"]) == 1
     assert "failed in val: NeMo-RL has not validated" in capsys.readouterr().out
     assert main(["rehearse", "recipe.yaml", *enabled, "--steps", "2"]) == 0

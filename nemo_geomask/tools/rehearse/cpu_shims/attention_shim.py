@@ -8,6 +8,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from nemo_geomask.hosts.nemo_rl.patch import Patch, attribute
 
 
@@ -70,7 +72,6 @@ def token_positions(offsets: Sequence[int], rank: int, size: int) -> Any:
     A sequence is cut into ``2 * size`` equal parts, of which a rank has ``rank`` and ``2 * size - 1 - rank``, as in
     Megatron and transformer-engine.
     """
-    torch = importlib.import_module("torch")
     if size == 1:
         return torch.arange(offsets[-1])
     positions = []
@@ -106,7 +107,6 @@ def packed_attention(
     Returns:
         [T, B, heads, value width].
     """
-    torch = importlib.import_module("torch")
     positions = [token_positions(offsets, rank, group.size()) for rank in range(group.size())]
     query_positions, key_positions = positions[group.rank()], torch.cat(positions)
     starts = torch.tensor(offsets[1:-1])
@@ -130,7 +130,6 @@ def packed_attention(
 
 def _all_gather(part: Any, group: Any) -> Any:
     """Concatenate all ranks' shards in rank order; the gradient of a shard is summed over all ranks."""
-    torch = importlib.import_module("torch")
     dist = torch.distributed
     if group.size() == 1:
         return part

@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from nemo_geomask.hosts.nemo_rl.patch import Patch, attribute
 from nemo_geomask.tools.rehearse.cpu_shims.mamba_shim import conv
 from nemo_geomask.tools.rehearse.cpu_shims.megatron_shim import local_layer_spec, normed_projection
@@ -95,7 +97,6 @@ def delta_rule(
 
     Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks (arXiv:2412.06464), eq. 10.
     """
-    torch = importlib.import_module("torch")
     length = q.shape[1]
     visible = torch.ones(length, length, dtype=torch.bool).tril()
     if cu_seqlens is not None:
@@ -114,5 +115,4 @@ def delta_rule(
 
 def _sequence_of_token(cu_seqlens: Any, length: int) -> Any:
     """Return the index of each token's sequence, [T]."""
-    torch = importlib.import_module("torch")
     return torch.bucketize(torch.arange(length), cu_seqlens[1:], right=True)

@@ -8,6 +8,8 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from nemo_geomask.hosts.nemo_rl.patch import Patch, attribute
 
 
@@ -25,7 +27,7 @@ def random(module: Any) -> Iterator[Patch]:
     module.initialize_rng_tracker(inference_rng_tracker=True)
     yield attribute(module, "model_parallel_cuda_manual_seed", lambda original: seed)
     # :118 and :142, for recomputed activations (activation_checkpointing), which store the CPU's own state as well.
-    state = importlib.import_module("torch").get_rng_state
+    state = torch.get_rng_state
     yield attribute(module, "_get_cuda_rng_state", lambda original: lambda *args, **kwargs: state())
     yield attribute(module, "_set_cuda_rng_state", lambda original: lambda *args, **kwargs: None)
 
@@ -52,7 +54,6 @@ def reduced(module: Any) -> Iterator[Patch]:
 
 def dispatcher(module: Any) -> Iterator[Patch]:
     """Convert split sizes to numpy arrays, which token_dispatcher.py does for CUDA tensors alone."""
-    torch = importlib.import_module("torch")
 
     def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -98,7 +99,6 @@ def norm(module: Any) -> Iterator[Patch]:
 
 def _zero_centered_class(rms_norm: type) -> type:
     """Return the class of an RMS norm that multiplies by 1 + weight."""
-    torch = importlib.import_module("torch")
 
     def forward(self: Any, x: Any) -> Any:
         weight = 1.0 + self.weight.float()
@@ -125,7 +125,7 @@ def initialize(module: Any) -> Iterator[Patch]:
 
     The C++ helpers for data sets are not compiled, and no kernels are warmed up.
     """
-    cuda = importlib.import_module("torch").cuda
+    cuda = torch.cuda
 
     def claim_a_gpu(original: Any) -> Any:
         def start(*args: Any, **kwargs: Any) -> Any:
@@ -192,7 +192,6 @@ def latent_experts(module: Any) -> Iterator[Patch]:
 
 
 def _duplicated_linear() -> Any:
-    torch = importlib.import_module("torch")
 
     def init(self: Any, inputs: int, outputs: int, *, config: Any, init_method: Any, bias: bool, **kwargs: Any) -> None:
         torch.nn.Module.__init__(self)
@@ -288,7 +287,6 @@ def local_layer_spec(config: Any) -> Any:
 
 def normed_projection() -> Any:
     """Return the class of a column-parallel projection with an RMS norm before it, as transformer-engine's."""
-    torch = importlib.import_module("torch")
     column: Any = importlib.import_module("megatron.core.tensor_parallel").ColumnParallelLinear
 
     def init(self: Any, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
