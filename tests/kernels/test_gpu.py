@@ -110,7 +110,11 @@ BY_KERNELS = ("ppo", "gspo", "reinforce", "dppo-corrected", "sequence_ratio-corr
 
 
 @pytest.mark.parametrize(
-    ("name", "kernel"), [*((name, "torch") for name in CONFIGS), *((name, "triton") for name in BY_KERNELS)]
+    ("name", "kernel"),
+    [
+        *((name, "torch") for name in CONFIGS),
+        *(pytest.param(name, "triton", marks=() if name == "gspo" else pytest.mark.long) for name in BY_KERNELS),
+    ],
 )
 def test_every_variant_from_logits(name, kernel):
     check_from_logits(name, kernel=kernel)

@@ -154,6 +154,7 @@ def _over_ranks(rank: int, world: int) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_collectives_are_in_the_graph():
     for eager, graph in run_ranks(2, _over_ranks, timeout=400):
         same((graph[0], torch.from_numpy(graph[1]), graph[2]), (eager[0], torch.from_numpy(eager[1]), eager[2]))
