@@ -6,17 +6,17 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from nemo_geomask.cli.arguments import positive_number
 from nemo_geomask.errors import ConfigError, GeomaskError
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.recipe.shipped_files import find_recipe
 from nemo_geomask.tools.check import MISMATCH_KL, UNCHECKED_SECTIONS
+from nemo_geomask.tools.check.bulk_check import bulk_as_text, check_many
+from nemo_geomask.tools.check.check_json import CheckOutput, as_json, bulk_as_json, unreadable_as_json
+from nemo_geomask.tools.check.check_output import as_text, list_rules
+from nemo_geomask.tools.check.recipe_check import CheckOptions, check_recipe
 from nemo_geomask.tools.shared.terminal_text import escape_json
-
-if TYPE_CHECKING:
-    from nemo_geomask.tools.check.recipe_check import CheckOptions
 
 EXIT_STATUS = {
     0: "no errors; warnings are printed",
@@ -90,8 +90,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     if arguments.list_rules:
-        from nemo_geomask.tools.check.check_output import list_rules
-
         print(list_rules())
         return 0
     words, overrides = _split_words([] if arguments.recipe is None else [arguments.recipe, *arguments.overrides])
@@ -100,10 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not paths:
             raise ConfigError("check needs a recipe; see nemo-geomask check --help")
         is_single = len(paths) == 1 and not Path(paths[0]).is_dir()
-        # Read before the tool is imported, which imports torch: a recipe that can't be read does not wait for that.
         recipe = read_recipe(paths[0], overrides, leave=UNCHECKED_SECTIONS) if is_single else None
-        from nemo_geomask.tools.check.recipe_check import CheckOptions, check_recipe
-
         options = CheckOptions(
             recipe=paths[0],
             overrides=overrides,
@@ -118,13 +113,9 @@ def run(arguments: argparse.Namespace) -> int:
         checked = check_recipe(options, recipe)
     except GeomaskError as error:
         if arguments.format == "json":
-            from nemo_geomask.tools.check.check_output import unreadable_as_json
-
             # Programs that read standard output always get an object; the message also goes to standard error.
             _print_json(unreadable_as_json(arguments.recipe, error.problems))
         raise
-    from nemo_geomask.tools.check.check_output import as_json, as_text
-
     if arguments.format == "json":
         _print_json(as_json(checked))
     else:
@@ -133,8 +124,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_many(paths: Sequence[str], options: CheckOptions, arguments: argparse.Namespace) -> int:
-    from nemo_geomask.tools.check.bulk_check import bulk_as_json, bulk_as_text, check_many
-
     bulk = check_many(paths, options)
     if arguments.format == "json":
         _print_json(bulk_as_json(bulk))
@@ -159,5 +148,5 @@ def _status(count: Callable[[str], int], arguments: argparse.Namespace) -> int:
     return 1 if arguments.strict and count("warning") else 0
 
 
-def _print_json(output: dict[str, Any]) -> None:
+def _print_json(output: CheckOutput) -> None:
     print(escape_json(json.dumps(output, ensure_ascii=False, indent=2)))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from nemo_geomask.config.presets import PRESET_GROUP
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.objectives.registry import LOSSES
 from nemo_geomask.recipe.json_schema import recipe_schema
+from nemo_geomask.tools.shared.json_output import JSON_VERSION
 
 EXIT_STATUS = {
     0: "the schema is written",
@@ -20,6 +25,15 @@ _EPILOG = """\
 In an editor with the YAML language server (VS Code, Neovim, …), write at the top of a recipe
   # yaml-language-server: $schema=recipe.schema.json
 """
+
+
+JSON_FORMATS = {
+    "check": "nemo_geomask.tools.check.check_json:CheckOutput",
+    "diagnose": "nemo_geomask.tools.diagnose.report.json_formats:DiagnoseOutput",
+    "rehearse": "nemo_geomask.tools.rehearse.json_format:RehearsalJson",
+    "sweep": "nemo_geomask.tools.diagnose.report.json_formats:SweepJson",
+}
+"""Module and name of the type of each command's JSON."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--of",
         dest="command_name",
-        choices=("check", "diagnose", "rehearse", "sweep"),
+        choices=tuple(JSON_FORMATS),
         help="write the schema of this command's JSON instead",
     )
     parser.add_argument(
@@ -46,8 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command_name is None:
         text = render(installed=arguments.installed)
     else:
-        from nemo_geomask.tools.shared.json_formats import json_schema
-
         text = json.dumps(json_schema(arguments.command_name), ensure_ascii=False, indent=2) + "\n"
     if arguments.out is None:
         print(text, end="")
@@ -76,3 +88,17 @@ def render(*, installed: bool = False) -> str:
     }
     schema = recipe_schema({name: LOSSES.load(name).options for name in names}, presets)
     return json.dumps(schema, ensure_ascii=False, indent=2) + "\n"
+
+
+def json_schema(command: str) -> dict[str, Any]:
+    """Return the JSON Schema of a command's JSON, in which no object has other keys than those of its type."""
+    module, _, name = JSON_FORMATS[command].partition(":")
+    schema = TypeAdapter(getattr(importlib.import_module(module), name)).json_schema()
+    for definition in (schema, *schema.get("$defs", {}).values()):
+        if "properties" in definition:
+            definition["additionalProperties"] = False
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"nemo-geomask {command}, version {JSON_VERSION}",
+        **{key: value for key, value in schema.items() if key != "title"},
+    }

@@ -13,79 +13,45 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from nemo_geomask.errors import ConfigError, InputLimitError
 from nemo_geomask.optional import require
 
-__all__ = [
-    "InputLimits",
-    "check_values",
-    "check_yaml",
-    "current_limits",
-    "irregular_file_type",
-    "limit_error",
-    "load_yaml",
-    "open_regular_file",
-    "parse_limits",
-    "parse_python",
-    "parse_text",
-    "read_source",
-    "read_text",
-    "use_limits",
-]
+
+def _limit(default: int, excess: str) -> Any:
+    """Return a field with its default, and the words of its error, in which the limit takes the place of {}."""
+    return field(default=default, metadata={"excess": excess})
 
 
 @dataclass(frozen=True)
 class InputLimits:
-    """Limits of a file that is read, and of what it expands to.
+    """Limits of a file that is read, and of what it expands to; the words of an error say what each one counts."""
 
-    Attributes:
-        file_bytes: size of one file.
-        files: files that one recipe inherits from, each counted as often as it is read.
-        nesting: depth of mappings and lists in each other.
-        nodes: mappings, lists and values, those that aliases and references repeat counted each time.
-        merged_settings: settings of a recipe, counted once for each file that it inherits from and for each override.
-        string_characters: length of one string, after references in it were resolved.
-        total_characters: length of all strings that references refer to, or of the full names of all settings.
-        references: references that are resolved, each counted as often as it is.
-        reference_characters: length of all texts with references, each counted as often as it is resolved.
-        number_digits: decimal digits of an integer.
-        line_bytes: size of a line of a log, such as ``train_data_step{N}.jsonl``.
-        line_containers: objects and lists in a line.
-        metrics_bytes: size of a file of logged metrics.
-        metric_values: numbers in it, a line counted as four more.
-        record_bytes: size of a record file, of the flight recorder.
-        footer_bytes: size of the metadata at its end.
-        record_tokens: sequences, or tokens, that it claims to hold.
-        row_group_tokens: the same of one row group, which is held in memory as a whole.
-        tokens_per_byte: tokens that it claims for each of its bytes, if it claims more than a million.
-    """
-
-    file_bytes: int = 4_000_000
-    files: int = 100
-    nesting: int = 100
-    nodes: int = 20_000
-    merged_settings: int = 50_000
-    string_characters: int = 1_000_000
-    total_characters: int = 4_000_000
-    references: int = 2_000
-    reference_characters: int = 50_000
-    number_digits: int = 1000
-    line_bytes: int = 2**26
-    line_containers: int = 100_000
-    metrics_bytes: int = 2**27
-    metric_values: int = 4_000_000
-    record_bytes: int = 2**31
-    footer_bytes: int = 2**21
-    record_tokens: int = 2**26
-    row_group_tokens: int = 2**24
-    tokens_per_byte: int = 16
+    file_bytes: int = _limit(4_000_000, "the file has more than {} bytes")
+    files: int = _limit(100, "defaults: lead to more than {} files")
+    nesting: int = _limit(100, "mappings and lists are nested more than {} deep")
+    nodes: int = _limit(20_000, "there are more than {} values once aliases and references are expanded")
+    merged_settings: int = _limit(50_000, "merging the settings of all files and overrides takes more than {} of them")
+    string_characters: int = _limit(1_000_000, "a value has more than {} characters")
+    total_characters: int = _limit(4_000_000, "references or full names of settings have more than {} characters")
+    references: int = _limit(2_000, "more than {} references would have to be resolved")
+    reference_characters: int = _limit(50_000, "resolving the references takes the parsing of more than {} characters")
+    number_digits: int = _limit(1000, "an integer has more than {} digits")
+    line_bytes: int = _limit(2**26, "the line has more than {} bytes")
+    line_containers: int = _limit(100_000, "the line has more than {} objects and lists")
+    metrics_bytes: int = _limit(2**27, "the file has more than {} bytes")
+    metric_values: int = _limit(4_000_000, "the file has more than {} numbers")  # a line counts as four more
+    record_bytes: int = _limit(2**31, "the file has more than {} bytes")
+    footer_bytes: int = _limit(2**21, "the metadata have more than {} bytes")
+    record_tokens: int = _limit(2**26, "the file claims more than {} tokens or sequences")
+    row_group_tokens: int = _limit(2**24, "a row group claims more than {} tokens or sequences")
+    tokens_per_byte: int = _limit(16, "the file claims more than {} tokens for each of its bytes")
 
 
-_LIMIT_NAMES = tuple(limit.name for limit in fields(InputLimits))
+_EXCESS = {limit.name: limit.metadata["excess"] for limit in fields(InputLimits)}
 _in_effect: list[InputLimits] = [InputLimits()]
 
 # Digits of a number in YAML: 0xff, 1_000, and base 60 as in 1:30.
@@ -123,8 +89,8 @@ def parse_limits(words: Sequence[str]) -> InputLimits:
     for word in words:
         name, _, text = word.partition("=")
         number = text.replace("_", "")
-        if name not in _LIMIT_NAMES:
-            raise ConfigError(f"--limit {word}: there is no limit '{name}'; choose from {', '.join(_LIMIT_NAMES)}")
+        if name not in _EXCESS:
+            raise ConfigError(f"--limit {word}: there is no limit '{name}'; choose from {', '.join(_EXCESS)}")
         if not (number.isascii() and number.isdecimal() and len(number) <= 18 and int(number) > 0):
             raise ConfigError(f"--limit {word}: '{text}' is not a whole number above 0; write for example {name}=50000")
         values[name] = int(number)
@@ -140,27 +106,7 @@ def limit_error(name: str, source: object, limits: InputLimits, amount: int | No
         limits: limits in effect.
         amount: the value that exceeds the limit, if it is known.
     """
-    excess = {
-        "file_bytes": "the file has more than {} bytes",
-        "files": "defaults: lead to more than {} files",
-        "nesting": "mappings and lists are nested more than {} deep",
-        "nodes": "there are more than {} values once aliases and references are expanded",
-        "merged_settings": "merging the settings of all files and overrides takes more than {} of them",
-        "string_characters": "a value has more than {} characters",
-        "total_characters": "references or full names of settings have more than {} characters",
-        "references": "more than {} references would have to be resolved",
-        "reference_characters": "resolving the references takes the parsing of more than {} characters",
-        "number_digits": "an integer has more than {} digits",
-        "line_bytes": "the line has more than {} bytes",
-        "line_containers": "the line has more than {} objects and lists",
-        "metrics_bytes": "the file has more than {} bytes",
-        "metric_values": "the file has more than {} numbers",
-        "record_bytes": "the file has more than {} bytes",
-        "footer_bytes": "the metadata have more than {} bytes",
-        "record_tokens": "the file claims more than {} tokens or sequences",
-        "row_group_tokens": "a row group claims more than {} tokens or sequences",
-        "tokens_per_byte": "the file claims more than {} tokens for each of its bytes",
-    }[name].format(f"{getattr(limits, name):,}")
+    excess = _EXCESS[name].format(f"{getattr(limits, name):,}")
     in_file = "" if amount is None else f" ({amount:,} here)"
     return InputLimitError(
         f"{source}: {excess}{in_file}, which is over the limit {name}; if the file is right, raise it with "

@@ -16,8 +16,6 @@ from pydantic import BaseModel
 from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.config.masks import RawMask
 
-__all__ = ["recipe_schema"]
-
 Schema = dict[str, Any]
 
 # A reference ${…}, or ???, which marks a value that an inheriting recipe has to set.

@@ -10,8 +10,6 @@ from typing import Any
 
 from nemo_geomask.recipe.input_limits import current_limits, limit_error
 
-__all__ = ["Origin", "Origins"]
-
 
 @dataclass(frozen=True)
 class Origin:

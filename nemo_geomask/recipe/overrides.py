@@ -11,8 +11,6 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.optional import require
 from nemo_geomask.recipe.origins import Origin, Origins
 
-__all__ = ["apply_override", "first_line"]
-
 _ABSENT = object()
 _VLLM_KEYS = ("enable_prefix_caching", "kv_cache_dtype", "logprobs_mode")
 """Keys of ``vllm_cfg`` that NeMo-RL reads, most of its recipes lack, and rules of ``check`` set."""

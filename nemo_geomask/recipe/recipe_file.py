@@ -26,8 +26,6 @@ from nemo_geomask.recipe.origins import Origins
 from nemo_geomask.recipe.overrides import apply_override, first_line
 from nemo_geomask.recipe.reference_resolution import limited_references, load_omegaconf, resolve_config
 
-__all__ = ["ROOT_VARIABLE", "Recipe", "load_recipe", "nemo_rl_root", "read_recipe"]
-
 ROOT_VARIABLE = "NEMO_RL_ROOT"
 """Environment variable with the path of a NeMo-RL checkout, for ``defaults:`` in its ``examples/configs``."""
 

@@ -19,8 +19,6 @@ from nemo_geomask.recipe.input_limits import InputLimits, check_values, current_
 from nemo_geomask.recipe.origins import Origins
 from nemo_geomask.recipe.overrides import first_line
 
-__all__ = ["limited_references", "load_omegaconf", "resolve_config"]
-
 
 def load_omegaconf() -> Any:
     """Return omegaconf with the resolvers of NeMo-RL's recipes registered."""

@@ -14,16 +14,6 @@ from pathlib import Path
 import nemo_geomask
 from nemo_geomask.errors import ConfigError
 
-__all__ = [
-    "copy_files",
-    "describe_file",
-    "find_recipe",
-    "inherited_files",
-    "list_files",
-    "select_files",
-    "shipped_file",
-]
-
 _RECIPES = ("recipes/llm/*.yaml", "recipes/lab/*.yaml", "recipes/*.json")
 _PAGES = tuple(f"docs/{folder}/*.md" for folder in ("tutorials", "how_to", "reference", "background"))
 

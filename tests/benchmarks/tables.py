@@ -8,12 +8,12 @@ from pathlib import Path
 
 from nemo_geomask.tools.bench import logprobs, step
 from nemo_geomask.tools.bench.results import Column, Row, cells, figure, format_number, measured
-from nemo_geomask.tools.shared.markdown import markdown_table
 from nemo_geomask.tools.shared.terminal_tables import ABSENT
 from tests.benchmarks import logits
 from tests.benchmarks.collectives import COLLECTIVE_COLUMNS, POOLING_COLUMNS
 from tests.benchmarks.logit_paths import OURS
 from tests.benchmarks.targets import check_linear, check_logits, check_loss
+from tests.helpers.markdown import markdown_table
 
 FOLDER = Path(__file__).parents[2] / "docs" / "performance"
 _TARGET_COLUMNS: tuple[Column, ...] = (

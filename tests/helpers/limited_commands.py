@@ -1,4 +1,4 @@
-"""Commands of the package run in processes of their own, with limits of memory and time.
+"""Commands of the package run in processes of their own, with a limit of memory, and one of time that ends what hangs.
 
 ``python -m tests.helpers.limited_commands MODULE…`` imports modules once. For each line of JSON on standard input, a
 list of arguments, it forks a process that runs the command, and prints a line of JSON with the outcome.
@@ -32,13 +32,11 @@ class Outcome(NamedTuple):
     Attributes:
         status: exit status; negative: the signal that ended it.
         output: standard output and standard error.
-        cpu_seconds: user and system time.
         peak_bytes: largest resident memory.
     """
 
     status: int
     output: str
-    cpu_seconds: float
     peak_bytes: int
 
 
@@ -103,8 +101,7 @@ def _serve(modules: Sequence[str]) -> None:
             _, status, usage = os.wait4(child, 0)
             output.seek(0)
             text = output.read(100_000).decode(errors="replace")
-        cpu_seconds = usage.ru_utime + usage.ru_stime
-        outcome = Outcome(os.waitstatus_to_exitcode(status), text, cpu_seconds, usage.ru_maxrss * 1024)
+        outcome = Outcome(os.waitstatus_to_exitcode(status), text, usage.ru_maxrss * 1024)
         print(json.dumps(outcome), flush=True)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from nemo_geomask.cli import COMMANDS, create_parser
 from nemo_geomask.cli.arguments import all_commands
 from nemo_geomask.cli.help_format import COMMON_EXIT_STATUS
-from nemo_geomask.tools.shared.markdown import markdown_table
+from tests.helpers.markdown import markdown_table
 
 
 def command_sections() -> str:

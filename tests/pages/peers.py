@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nemo_geomask.config.strict import as_yaml
-from nemo_geomask.tools.shared.markdown import markdown_table
 from nemo_geomask.tools.translate import Translation, translate
+from tests.helpers.markdown import markdown_table
 from tests.tools.translate.peers.compare import expected_differences, index
 
 _VERDICTS = {"same": "same", "loss": "same gradient", "both": "differs"}

@@ -17,10 +17,10 @@ from nemo_geomask.hosts.nemo_rl.host_patches import PATCH_GROUPS
 from nemo_geomask.objectives.registry import LOSSES
 from nemo_geomask.objectives.resolved_loss import resolve_loss
 from nemo_geomask.records import COLUMNS
-from nemo_geomask.tools.check.all_rules import RULES
+from nemo_geomask.tools.check import RULES
 from nemo_geomask.tools.check.objective_text import surrogate_parts
-from nemo_geomask.tools.shared.markdown import markdown_table
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch, mismatch_switches
+from tests.helpers.markdown import markdown_table
 
 
 def rule_table() -> str:

@@ -84,10 +84,7 @@ def recipe(tmp_path, monkeypatch):
         ("=1", "it is not key.path=value in Hydra's grammar; quote a value"),
         ("loss_fn/name=sapo", "the recipe has no key loss_fn/name; did you mean loss_fn.name=sapo?"),
         ("loss_fn..name=1", "it is not key.path=value in Hydra's grammar; quote a value"),
-        (
-            "loss_fn.name=gspo,cispo",
-            "Hydra reads this as a sweep, which NeMo-RL lacks; write a list as loss_fn.name=[",
-        ),
+        ("loss_fn.name=gspo,cispo", "Hydra reads this as a sweep, which NeMo-RL lacks; write a list as loss_fn.name=["),
         ("loss_fn@x=1", "loss_fn@x is a config group of Hydra, which recipes don't have; write a dotted key"),
     ],
 )

@@ -1,4 +1,4 @@
-"""GM219, GM220, GM224, GM341 to GM344, GM409: settings of the backend that does not train, or that it refuses."""
+"""Settings of the backend that does not train, or that it refuses."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
-from nemo_geomask.tools.check.rule import Hit, Rule
+from nemo_geomask.tools.check.rule import Hit, rule
 from nemo_geomask.tools.check.setting_author import nearest_to_user
-
-__all__ = ["RULES"]
 
 _LORA = "policy.dtensor_cfg.lora_cfg"
 _PEFT = "policy.megatron_cfg.peft"
@@ -20,7 +18,19 @@ _RATES = {True: f"{_MEGATRON_OPTIMIZER}.lr", False: "policy.optimizer.kwargs.lr"
 """Key of the learning rate under Megatron, and under DTensor."""
 
 
+_MEGATRON_SETUP = "NeMo-RL models/megatron/setup.py"
+_AUTOMODEL_SETUP = "NeMo-RL models/automodel/setup.py"
+
+
+@rule(
+    "GM219",
+    "warning",
+    f"{_MEGATRON_SETUP} reads `megatron_cfg.optimizer`, {_AUTOMODEL_SETUP.removeprefix('NeMo-RL ')} `optimizer`",
+    needs_loss=False,
+    applies_to_lab=False,
+)
 def _learning_rate_of_the_other(facts: RecipeFacts) -> Iterator[Hit]:
+    """Learning rate of the backend that does not train."""
     unread, read = _RATES[not facts.uses_megatron], _RATES[facts.uses_megatron]
     ignored, used = facts.number(unread), facts.number(read)
     if (
@@ -39,7 +49,15 @@ def _learning_rate_of_the_other(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule(
+    "GM220",
+    "error",
+    f"{_AUTOMODEL_SETUP} (`lora_cfg`), {_MEGATRON_SETUP.removeprefix('NeMo-RL ')} (`peft`), utils/checkpoint.py",
+    needs_loss=False,
+    applies_to_lab=False,
+)
 def _adapter_of_the_other(facts: RecipeFacts) -> Iterator[Hit]:
+    """Adapter or initial weights for the backend that does not train."""
     if facts.uses_megatron == facts.uses_dtensor:
         return
     if facts.uses_megatron and facts.is_true(f"{_LORA}.enabled"):
@@ -60,7 +78,9 @@ def _adapter_of_the_other(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM224", "warning", "NeMo-RL `get_tokenizer`", needs_loss=False, applies_to_lab=False)
 def _tokenizer_of_another_model(facts: RecipeFacts) -> Iterator[Hit]:
+    """Tokenizer of another model."""
     model_key, key = "policy.model_name", "policy.tokenizer.name"
     model, tokenizer = facts.get(model_key), facts.get(key)
     if not isinstance(model, str) or not isinstance(tokenizer, str) or model == tokenizer:
@@ -74,7 +94,15 @@ def _tokenizer_of_another_model(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule(
+    "GM409",
+    "warning",
+    "NeMo-RL data/packing/algorithms.py, `shard_by_batch_size`",
+    needs_loss=False,
+    applies_to_lab=False,
+)
 def _microbatch_below_a_sequence(facts: RecipeFacts) -> Iterator[Hit]:
+    """Microbatch with fewer tokens than a sequence may have."""
     length_key = "policy.max_total_sequence_length"
     length = facts.number(length_key)
     for section in ("sequence_packing", "dynamic_batching"):
@@ -90,7 +118,9 @@ def _microbatch_below_a_sequence(facts: RecipeFacts) -> Iterator[Hit]:
                 )
 
 
+@rule("GM341", "error", "Megatron-LM `OptimizerParamScheduler`", needs_loss=False)
 def _rate_below_its_minimum(facts: RecipeFacts) -> Iterator[Hit]:
+    """Smallest learning rate above the learning rate."""
     rate, minimum = facts.number(f"{_MEGATRON_OPTIMIZER}.lr"), facts.number(f"{_MEGATRON_OPTIMIZER}.min_lr")
     if facts.uses_megatron and rate is not None and minimum is not None and rate < minimum:
         yield Hit(
@@ -99,7 +129,9 @@ def _rate_below_its_minimum(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM342", "error", f"{_MEGATRON_SETUP} (`_validate_dtype_config`)", needs_loss=False)
 def _optimizer_precision(facts: RecipeFacts) -> Iterator[Hit]:
+    """Megatron's optimiser for another precision."""
     names = {"float16": "fp16", "bfloat16": "bf16"}
     precision = str(facts.get("policy.precision"))
     name = names.get(precision)
@@ -116,7 +148,9 @@ def _optimizer_precision(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM343", "error", f"NeMo-RL `Policy.__init__`, {_AUTOMODEL_SETUP.removeprefix('NeMo-RL ')}", needs_loss=False)
 def _adapter_that_is_refused(facts: RecipeFacts) -> Iterator[Hit]:
+    """LoRA that DTensor's workers refuse."""
     if not facts.uses_dtensor or not facts.is_true(f"{_LORA}.enabled"):
         return
     if not facts.is_true("policy.dtensor_cfg._v2"):
@@ -129,7 +163,9 @@ def _adapter_that_is_refused(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM344", "error", "NeMo-RL `setup_response_data` (data/utils.py)", applies_to_lab=False)
 def _unknown_environment(facts: RecipeFacts) -> Iterator[Hit]:
+    """Data of an environment that the recipe does not have."""
     environments = facts.get("env")
     if not isinstance(environments, Mapping) or facts.is_true("env.should_use_nemo_gym"):
         return
@@ -144,78 +180,3 @@ def _unknown_environment(facts: RecipeFacts) -> Iterator[Hit]:
                     f"{name}: the section env has no such environment, but only {', '.join(map(str, environments))}; "
                     f"add env.{name}, or name one of these",
                 )
-
-
-_MEGATRON_SETUP = "NeMo-RL models/megatron/setup.py"
-_AUTOMODEL_SETUP = "NeMo-RL models/automodel/setup.py"
-
-RULES = (
-    Rule(
-        "GM219",
-        "warning",
-        "learning rate of the backend that does not train",
-        f"{_MEGATRON_SETUP} reads `megatron_cfg.optimizer`, {_AUTOMODEL_SETUP.removeprefix('NeMo-RL ')} `optimizer`",
-        _learning_rate_of_the_other,
-        needs_loss=False,
-        applies_to_lab=False,
-    ),
-    Rule(
-        "GM220",
-        "error",
-        "adapter or initial weights for the backend that does not train",
-        f"{_AUTOMODEL_SETUP} (`lora_cfg`), {_MEGATRON_SETUP.removeprefix('NeMo-RL ')} (`peft`), utils/checkpoint.py",
-        _adapter_of_the_other,
-        needs_loss=False,
-        applies_to_lab=False,
-    ),
-    Rule(
-        "GM224",
-        "warning",
-        "tokenizer of another model",
-        "NeMo-RL `get_tokenizer`",
-        _tokenizer_of_another_model,
-        needs_loss=False,
-        applies_to_lab=False,
-    ),
-    Rule(
-        "GM409",
-        "warning",
-        "microbatch with fewer tokens than a sequence may have",
-        "NeMo-RL data/packing/algorithms.py, `shard_by_batch_size`",
-        _microbatch_below_a_sequence,
-        needs_loss=False,
-        applies_to_lab=False,
-    ),
-    Rule(
-        "GM341",
-        "error",
-        "smallest learning rate above the learning rate",
-        "Megatron-LM `OptimizerParamScheduler`",
-        _rate_below_its_minimum,
-        needs_loss=False,
-    ),
-    Rule(
-        "GM342",
-        "error",
-        "Megatron's optimiser for another precision",
-        f"{_MEGATRON_SETUP} (`_validate_dtype_config`)",
-        _optimizer_precision,
-        needs_loss=False,
-    ),
-    Rule(
-        "GM343",
-        "error",
-        "LoRA that DTensor's workers refuse",
-        f"NeMo-RL `Policy.__init__`, {_AUTOMODEL_SETUP.removeprefix('NeMo-RL ')}",
-        _adapter_that_is_refused,
-        needs_loss=False,
-    ),
-    Rule(
-        "GM344",
-        "error",
-        "data of an environment that the recipe does not have",
-        "NeMo-RL `setup_response_data` (data/utils.py)",
-        _unknown_environment,
-        applies_to_lab=False,
-    ),
-)

@@ -1,13 +1,11 @@
-"""GM210 to GM215, GM222: bounds, thresholds and sizes that NeMo-RL accepts, but that defeat their purpose."""
+"""Bounds, thresholds and sizes that NeMo-RL accepts, but that defeat their purpose."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
-from nemo_geomask.tools.check.rule import Hit, Rule
-
-__all__ = ["RULES"]
+from nemo_geomask.tools.check.rule import Hit, rule
 
 _SMALLEST_TOKEN_CLIP = 0.01  # far below any published clip of token ratios; GSPO's on sequences is 3e-4
 _CLIP_BOUNDS = ("ratio_clip_min", "ratio_clip_max")
@@ -20,7 +18,9 @@ def _has_clip(facts: RecipeFacts) -> bool:
     return is_clipped and not config.disable_ppo_ratio and not config.force_on_policy_ratio
 
 
+@rule("GM210", "warning", "NeMo-RL `ClippedPGLossFn`: `ratios.clamp(1 - ratio_clip_min, 1 + ratio_clip_max)`")
 def _bound_instead_of_distance(facts: RecipeFacts) -> Iterator[Hit]:
+    """Clip bound on the ratio where a distance from 1 is meant."""
     config = facts.config
     if not _has_clip(facts):
         return
@@ -41,7 +41,9 @@ def _bound_instead_of_distance(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM211", "warning", "GSPO, arXiv:2507.18071 section 5.1, whose bounds are for a sequence's mean")
 def _sequence_clip_on_tokens(facts: RecipeFacts) -> Iterator[Hit]:
+    """GSPO's clip bounds on the ratios of tokens."""
     config = facts.config
     if not _has_clip(facts) or config.sequence_level_importance_ratios:
         return
@@ -56,7 +58,9 @@ def _sequence_clip_on_tokens(facts: RecipeFacts) -> Iterator[Hit]:
             )
 
 
+@rule("GM212", "warning", "NeMo-RL `ClippedPGLossFn` (`truncated_importance_sampling_ratio`)")
 def _weight_bounds_without_one(facts: RecipeFacts) -> Iterator[Hit]:
+    """Bounds on the weights that exclude 1."""
     config = facts.config
     if config.truncation is None or config.plugin_truncation is not None:
         return
@@ -74,7 +78,9 @@ def _weight_bounds_without_one(facts: RecipeFacts) -> Iterator[Hit]:
             )
 
 
+@rule("GM213", "warning", "NeMo-RL `GRPOAdvantageEstimator`, `calculate_baseline_and_std_per_prompt`")
 def _few_responses_per_prompt(facts: RecipeFacts) -> Iterator[Hit]:
+    """So few responses per prompt that all advantages, or all their deviations, are 0."""
     section, key = "grpo.adv_estimator", "grpo.num_generations_per_prompt"
     responses, estimator = facts.number(key), facts.get(f"{section}.name", "grpo")
     subtracts_mean = estimator in ("grpo", "gdpo") or (
@@ -103,7 +109,9 @@ def _few_responses_per_prompt(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM222", "error", "NeMo-RL `_clip_grpo_advantages`", applies_to_lab=False)
 def _advantages_of_one_sign(facts: RecipeFacts) -> Iterator[Hit]:
+    """Advantages clipped to one sign."""
     low_key, high_key = "grpo.advantage_clip_low", "grpo.advantage_clip_high"
     low, high = facts.number(low_key), facts.number(high_key)
     if facts.algorithm != "grpo":
@@ -111,18 +119,16 @@ def _advantages_of_one_sign(facts: RecipeFacts) -> Iterator[Hit]:
     if low is not None and high is not None and low >= high:
         yield Hit(low_key, f"{low:g} is not below advantage_clip_high: {high:g}, so all advantages are {high:g}")
     elif low is not None and low >= 0:
-        yield Hit(
-            low_key,
-            f"{low:g} is the lower bound itself, so the worst response gets {low:g}; set {-low or -5:g}",
-        )
+        yield Hit(low_key, f"{low:g} is the lower bound itself, so the worst response gets {low:g}; set {-low or -5:g}")
     elif high is not None and high <= 0:
         yield Hit(
-            high_key,
-            f"{high:g} is the upper bound itself, so the best response gets {high:g}; set {-high or 5:g}",
+            high_key, f"{high:g} is the upper bound itself, so the best response gets {high:g}; set {-high or 5:g}"
         )
 
 
+@rule("GM214", "warning", "NeMo-RL `compute_and_apply_seq_logprob_error_masking`")
 def _unreachable_error_threshold(facts: RecipeFacts) -> Iterator[Hit]:
+    """Error threshold that every sequence exceeds."""
     key = f"{facts.algorithm}.seq_logprob_error_threshold"
     threshold = facts.number(key)
     if threshold is not None and threshold <= 1:
@@ -133,7 +139,9 @@ def _unreachable_error_threshold(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM215", "warning", "NeMo-RL rollouts end at `max_total_sequence_length`; vLLM `max_model_len`")
 def _response_longer_than_context(facts: RecipeFacts) -> Iterator[Hit]:
+    """Responses longer than the sequences may be."""
     key, context_key = "policy.generation.max_new_tokens", "policy.max_total_sequence_length"
     response, context = facts.number(key), facts.number(context_key)
     if response and context and response > context:
@@ -142,57 +150,3 @@ def _response_longer_than_context(facts: RecipeFacts) -> Iterator[Hit]:
             f"{response:g} tokens of a response, and a prompt, don't fit into {context_key}: {context:g}, at which "
             f"sequences end; lower it to at most {context:g}, or raise {context_key}",
         )
-
-
-RULES = (
-    Rule(
-        "GM210",
-        "warning",
-        "clip bound on the ratio where a distance from 1 is meant",
-        "NeMo-RL `ClippedPGLossFn`: `ratios.clamp(1 - ratio_clip_min, 1 + ratio_clip_max)`",
-        _bound_instead_of_distance,
-    ),
-    Rule(
-        "GM211",
-        "warning",
-        "GSPO's clip bounds on the ratios of tokens",
-        "GSPO, arXiv:2507.18071 section 5.1, whose bounds are for a sequence's mean",
-        _sequence_clip_on_tokens,
-    ),
-    Rule(
-        "GM212",
-        "warning",
-        "bounds on the weights that exclude 1",
-        "NeMo-RL `ClippedPGLossFn` (`truncated_importance_sampling_ratio`)",
-        _weight_bounds_without_one,
-    ),
-    Rule(
-        "GM213",
-        "warning",
-        "so few responses per prompt that all advantages, or all their deviations, are 0",
-        "NeMo-RL `GRPOAdvantageEstimator`, `calculate_baseline_and_std_per_prompt`",
-        _few_responses_per_prompt,
-    ),
-    Rule(
-        "GM214",
-        "warning",
-        "error threshold that every sequence exceeds",
-        "NeMo-RL `compute_and_apply_seq_logprob_error_masking`",
-        _unreachable_error_threshold,
-    ),
-    Rule(
-        "GM215",
-        "warning",
-        "responses longer than the sequences may be",
-        "NeMo-RL rollouts end at `max_total_sequence_length`; vLLM `max_model_len`",
-        _response_longer_than_context,
-    ),
-    Rule(
-        "GM222",
-        "error",
-        "advantages clipped to one sign",
-        "NeMo-RL `_clip_grpo_advantages`",
-        _advantages_of_one_sign,
-        applies_to_lab=False,
-    ),
-)

@@ -7,25 +7,15 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from nemo_geomask.errors import ConfigError, GeomaskError, InputLimitError
 from nemo_geomask.recipe.input_limits import read_text
-from nemo_geomask.tools.check.check_output import (
-    SEVERITIES,
-    as_json,
-    finding_lines,
-    join_sections,
-    unreadable_as_json,
-)
-from nemo_geomask.tools.check.recipe_check import CheckedRecipe, CheckOptions, check_recipe
+from nemo_geomask.tools.check.check_output import finding_lines, join_sections
+from nemo_geomask.tools.check.recipe_check import SEVERITIES, CheckedRecipe, CheckOptions, check_recipe
 from nemo_geomask.tools.check.rule import Finding
-from nemo_geomask.tools.shared.json_output import JSON_VERSION
 from nemo_geomask.tools.shared.progress_bar import track
 from nemo_geomask.tools.shared.terminal_tables import count_with_noun
 from nemo_geomask.tools.shared.terminal_text import escape_line
-
-__all__ = ["BulkCheck", "bulk_as_json", "bulk_as_text", "check_many"]
 
 _RECIPE_SECTION = re.compile(
     r"^(defaults|policy|loss_fn|grpo|ppo|async_rl|sft|dpo|rm|distillation|eval|lab):", re.MULTILINE
@@ -150,14 +140,3 @@ def _general_sections(findings: Sequence[Finding], recipes_by_rule: dict[str, se
             f"  the first, {finding.key}: {finding.message}",
             f"  source: {finding.rule.source}",
         ]
-
-
-def bulk_as_json(bulk: BulkCheck) -> dict[str, Any]:
-    """Return the result as a JSON object, in which ``recipes`` has an object of the usual keys for each recipe."""
-    unreadable = [unreadable_as_json(path, error.problems) for path, error in bulk.unreadable]
-    return {
-        "version": JSON_VERSION,
-        "recipes": [*unreadable, *map(as_json, bulk.checked)],
-        "skipped": bulk.skipped,
-        "summary": {severity: bulk.count(severity) for severity in SEVERITIES},
-    }

@@ -1,19 +1,14 @@
-"""Text and JSON output of ``nemo-geomask check``."""
+"""Text output of ``nemo-geomask check``."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from nemo_geomask.errors import Problem
-from nemo_geomask.tools.check.all_rules import RULES
-from nemo_geomask.tools.check.recipe_check import CheckedRecipe, MaskForecast
+from nemo_geomask.tools.check.recipe_check import RULES, SEVERITIES, CheckedRecipe, MaskForecast
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Finding
-from nemo_geomask.tools.shared.json_output import JSON_VERSION, replace_nonfinite
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch, settings_left_open
 from nemo_geomask.tools.shared.terminal_tables import count_with_noun
 from nemo_geomask.tools.shared.terminal_text import escape_line, escape_lines
@@ -21,19 +16,9 @@ from nemo_geomask.tools.shared.terminal_text import escape_line, escape_lines
 if TYPE_CHECKING:
     from nemo_geomask.tools.diagnose import MeasuredRun
 
-__all__ = [
-    "SEVERITIES",
-    "as_json",
-    "as_text",
-    "finding_lines",
-    "join_sections",
-    "list_rules",
-    "unreadable_as_json",
-]
 
-SEVERITIES = ("error", "warning", "note")
 _KEYS_LISTED = 3
-_OPTION_FOR = {"gpu": "--gpu", "nemo_rl": "NeMo-RL's source (set NEMO_RL_ROOT to a checkout)"}
+OPTION_FOR = {"gpu": "--gpu", "nemo_rl": "NeMo-RL's source (set NEMO_RL_ROOT to a checkout)"}
 """What the user has to provide so that an attribute of ``RecipeFacts`` is known."""
 
 
@@ -133,7 +118,7 @@ def _remarks(checked: CheckedRecipe) -> Iterator[str]:
             f"not checked: {left_out} of {len(RULES)} rules, which are about GRPO and PPO; this recipe trains "
             f"{facts.other_algorithm}"
         )
-    if settings := _settings_left_open(facts):
+    if settings := settings_of_probe(facts):
         keys = [switch.key for switch, _ in settings]
         more = f" and {len(keys) - _KEYS_LISTED} more" if len(keys) > _KEYS_LISTED else ""
         yield (
@@ -141,95 +126,11 @@ def _remarks(checked: CheckedRecipe) -> Iterator[str]:
             f"nemo-geomask probe {facts.recipe.path} measures which of them do"
         )
     for rule, attribute in report.unchecked:
-        yield f"not checked without {_OPTION_FOR[attribute]}: {rule.id}, {rule.title}"
+        yield f"not checked without {OPTION_FOR[attribute]}: {rule.id}, {rule.title}"
 
 
-def _settings_left_open(facts: RecipeFacts) -> list[tuple[MismatchSwitch, Any]]:
+def settings_of_probe(facts: RecipeFacts) -> list[tuple[MismatchSwitch, Any]]:
     """Return the settings that a probe of the recipe would try."""
     if not facts.uses_vllm:
         return []
     return settings_left_open(facts.get, "megatron" if facts.uses_megatron else "dtensor")
-
-
-def as_json(checked: CheckedRecipe) -> dict[str, Any]:
-    """Return the result of a check as a JSON object, whose keys docs/how_to/check.md lists."""
-    facts, report = checked.facts, checked.report
-    trained_loss = "nemo_rl" if facts.trains_nemo_rl_loss else "nemo_geomask"
-    return {
-        "version": JSON_VERSION,
-        "recipe": os.fspath(facts.recipe.path),
-        "nemo_rl": str(facts.nemo_rl) if facts.nemo_rl else None,
-        "loss_of": None if facts.loss is None else trained_loss,
-        "objective": [{"formula": part.formula, "words": part.explanation} for part in checked.objective],
-        "expected": [_forecast_as_json(forecast) for forecast in checked.forecasts],
-        "measured": None if checked.measured is None else _measured_as_json(checked.measured),
-        "settings": facts.config.model_dump(mode="json") if facts.loss else None,
-        "findings": [_finding_as_json(finding) for finding in report.findings],
-        "ignored": [_finding_as_json(finding) for finding in report.ignored],
-        "mismatch_settings": [
-            {"key": switch.key, "value": value, "conservative": switch.value}
-            for switch, value in _settings_left_open(facts)
-        ],
-        "unjudged": [{"rule": rule.id, "needs": _OPTION_FOR[attribute]} for rule, attribute in report.unchecked],
-        "not_imported": [{"key": next(iter(problem.keys), None)} for problem in facts.not_imported],
-        "summary": {severity: report.count(severity) for severity in SEVERITIES},
-    }
-
-
-def unreadable_as_json(recipe: str | None, problems: Sequence[Problem]) -> dict[str, Any]:
-    """Return the JSON object for a recipe that can't be checked; its keys are those of :func:`as_json`.
-
-    The findings are the problems, each with the severity ``error`` and without a rule.
-    """
-    no_rule = dict.fromkeys(("rule", "severity", "key", "message", "file", "line", "override", "source"))
-    findings = [
-        {**no_rule, "severity": "error", "key": next(iter(problem.keys), None), "message": problem.message}
-        for problem in problems
-    ]
-    return {
-        "version": JSON_VERSION,
-        "recipe": recipe,
-        "nemo_rl": None,
-        "loss_of": None,
-        "objective": [],
-        "expected": [],
-        "measured": None,
-        "settings": None,
-        "findings": findings,
-        "ignored": [],
-        "mismatch_settings": [],
-        "unjudged": [],
-        "not_imported": [],
-        "summary": {"error": len(findings), "warning": 0, "note": 0},
-    }
-
-
-def _forecast_as_json(forecast: MaskForecast) -> dict[str, Any]:
-    rule, unit = forecast.mask
-    return {
-        "key": rule.key,
-        "mask": rule.label,
-        "of": unit,
-        "when": rule.when,
-        "tokens": forecast.tokens,
-        "kept": [{"mismatch_kl": kl, "share": fraction} for kl, fraction in forecast.kept],
-    }
-
-
-def _measured_as_json(measured: MeasuredRun) -> dict[str, Any]:
-    fields: dict[str, Any] = replace_nonfinite({**asdict(measured), "directory": str(measured.directory)})
-    return fields
-
-
-def _finding_as_json(finding: Finding) -> dict[str, Any]:
-    origin = finding.origin
-    return {
-        "rule": finding.rule.id,
-        "severity": finding.rule.severity,
-        "key": finding.key,
-        "message": finding.message,
-        "file": origin.file if origin else None,
-        "line": origin.line if origin else None,
-        "override": origin.where if origin and origin.line is None else None,
-        "source": finding.rule.source,
-    }

@@ -1,4 +1,4 @@
-"""GM316 to GM318, GM329 to GM332, GM337: layouts over GPUs that NeMo-RL refuses, or in which training is wrong."""
+"""Layouts over GPUs that NeMo-RL refuses, or in which training is wrong."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from nemo_geomask.config.conflicts import whole_batch_problems
 from nemo_geomask.hosts.nemo_rl.facts import splits_replicated_experts
 from nemo_geomask.tools.check.parallel_layout import MODEL_AXES, layout_keys, layout_of
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
-from nemo_geomask.tools.check.rule import Hit, Rule
-
-__all__ = ["RULES", "training_gpus"]
+from nemo_geomask.tools.check.rule import Hit, rule
 
 _COLOCATED = "policy.generation.colocated"
 _VLLM = "policy.generation.vllm_cfg"
 
 
+@rule("GM316", "error", "NeMo-RL `Policy.__init__`")
 def _indivisible_gpus(facts: RecipeFacts) -> Iterator[Hit]:
+    """Parallel sizes that do not divide the number of GPUs that train."""
     sizes = {key: facts.number(key) or 1 for axis, key in layout_keys(facts).items() if axis in MODEL_AXES}
     gpus, product = training_gpus(facts), int(math.prod(sizes.values()))
     if gpus is None or gpus % product == 0:
@@ -68,14 +68,12 @@ def _sampling_gpus(facts: RecipeFacts) -> int | None:
     return int((per_node or gpus_per_node) * sampling_nodes) if sampling_nodes else None
 
 
-def _size(key: str, facts: RecipeFacts) -> int:
-    return int(facts.number(key) or 1)
-
-
+@rule("GM329", "error", "NeMo-RL `VllmGeneration.__init__`", applies_to_lab=False)
 def _vllm_sizes(facts: RecipeFacts) -> Iterator[Hit]:
+    """vLLM's parallel sizes that do not fit each other or the GPUs."""
     if not facts.uses_vllm:
         return
-    tp, pp, ep = (_size(f"{_VLLM}.{axis}_parallel_size", facts) for axis in ("tensor", "pipeline", "expert"))
+    tp, pp, ep = (facts.size(f"{_VLLM}.{axis}_parallel_size") for axis in ("tensor", "pipeline", "expert"))
     gpus = _sampling_gpus(facts)
     if gpus is not None and gpus % (tp * pp):
         key = "tensor" if tp > 1 else "pipeline"
@@ -103,14 +101,16 @@ def _vllm_sizes(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM330", "error", "Megatron-LM `initialize_model_parallel` (parallel_state.py); Automodel `create_device_mesh`")
 def _expert_groups(facts: RecipeFacts) -> Iterator[Hit]:
+    """Expert-parallel size that does not divide the number of GPUs that train."""
     gpus = training_gpus(facts)
     if gpus is None:
         return
     key = layout_keys(facts)["ep"]
-    ep = _size(key, facts)
+    ep = facts.size(key)
     etp_key, pp_key = (f"policy.megatron_cfg.{axis}_parallel_size" for axis in ("expert_tensor", "pipeline_model"))
-    etp, pp = (_size(size_key, facts) if facts.uses_megatron else 1 for size_key in (etp_key, pp_key))
+    etp, pp = (facts.size(size_key) if facts.uses_megatron else 1 for size_key in (etp_key, pp_key))
     product = ep * etp * pp
     factors = f"{ep} x {etp_key.rpartition('.')[2]} ({etp}) x {pp_key.rpartition('.')[2]} ({pp}) = {product}"
     factors = factors if product > ep else str(ep)
@@ -118,7 +118,9 @@ def _expert_groups(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(key, f"{factors} does not divide the {gpus} GPUs that train; set a size that does")
 
 
+@rule("GM331", "error", "NeMo-RL `grpo.setup`")
 def _separate_generation(facts: RecipeFacts) -> Iterator[Hit]:
+    """GPUs for separate generation that the cluster can't give."""
     gpus_per_node, nodes = facts.number("cluster.gpus_per_node"), facts.number("cluster.num_nodes")
     has_teachers = facts.get("on_policy_distillation") is not None or facts.get("env.reward_model") is not None
     if facts.get(f"{_COLOCATED}.enabled") is not False or not gpus_per_node or not nodes or has_teachers:
@@ -147,7 +149,9 @@ def _separate_generation(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM332", "error", "NeMo-RL `shard_by_batch_size`, `make_microbatch_iterator`")
 def _indivisible_batch(facts: RecipeFacts) -> Iterator[Hit]:
+    """Training batch that ranks or microbatches can't divide."""
     gpus, batch = training_gpus(facts), facts.number("policy.train_global_batch_size")
     replica = layout_of(facts).ranks_per_replica
     if gpus is None or not batch or gpus % replica:
@@ -172,7 +176,9 @@ def _indivisible_batch(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM317", "error", "NeMo-RL `_apply_parallelism_config` (megatron/setup.py)")
 def _context_parallel_without_packing(facts: RecipeFacts) -> Iterator[Hit]:
+    """Context parallelism under Megatron without packed sequences."""
     size = facts.number("policy.megatron_cfg.context_parallel_size") or 1
     if facts.uses_megatron and size > 1 and facts.get("policy.sequence_packing.enabled") is False:
         yield Hit(
@@ -182,11 +188,13 @@ def _context_parallel_without_packing(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM337", "error", "https://github.com/NVIDIA/Megatron-LM/pull/5916")
 def _replicated_experts(facts: RecipeFacts) -> Iterator[Hit]:
+    """Copies of experts on tensor-parallel ranks whose gradients are not summed."""
     tp_key, ep_key, etp_key = (
         f"policy.megatron_cfg.{axis}_parallel_size" for axis in ("tensor_model", "expert_model", "expert_tensor")
     )
-    tp, ep, etp = (_size(key, facts) for key in (tp_key, ep_key, etp_key))
+    tp, ep, etp = (facts.size(key) for key in (tp_key, ep_key, etp_key))
     if not facts.uses_megatron or facts.moe_key is None or ep > 1 or etp == tp:
         return
     if facts.nemo_rl is not None and splits_replicated_experts(facts.nemo_rl):
@@ -199,69 +207,14 @@ def _replicated_experts(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule(
+    "GM318",
+    "error",
+    "NeMo-RL `SingleController` (single_controller.py): `train_microbatches_from_meta` trains on parts of a batch",
+)
 def _needs_whole_batch(facts: RecipeFacts) -> Iterator[Hit]:
+    """Setting that needs the whole batch, under the single controller."""
     if facts.uses_single_controller:
         for problem in whole_batch_problems(facts.config):
             for key in problem.keys:
                 yield Hit(key, problem.message)
-
-
-RULES = (
-    Rule(
-        "GM316",
-        "error",
-        "parallel sizes that do not divide the number of GPUs that train",
-        "NeMo-RL `Policy.__init__`",
-        _indivisible_gpus,
-    ),
-    Rule(
-        "GM317",
-        "error",
-        "context parallelism under Megatron without packed sequences",
-        "NeMo-RL `_apply_parallelism_config` (megatron/setup.py)",
-        _context_parallel_without_packing,
-    ),
-    Rule(
-        "GM318",
-        "error",
-        "setting that needs the whole batch, under the single controller",
-        "NeMo-RL `SingleController` (single_controller.py): `train_microbatches_from_meta` trains on parts of a batch",
-        _needs_whole_batch,
-    ),
-    Rule(
-        "GM329",
-        "error",
-        "vLLM's parallel sizes that do not fit each other or the GPUs",
-        "NeMo-RL `VllmGeneration.__init__`",
-        _vllm_sizes,
-        applies_to_lab=False,
-    ),
-    Rule(
-        "GM330",
-        "error",
-        "expert-parallel size that does not divide the number of GPUs that train",
-        "Megatron-LM `initialize_model_parallel` (parallel_state.py); Automodel `create_device_mesh`",
-        _expert_groups,
-    ),
-    Rule(
-        "GM331",
-        "error",
-        "GPUs for separate generation that the cluster can't give",
-        "NeMo-RL `grpo.setup`",
-        _separate_generation,
-    ),
-    Rule(
-        "GM332",
-        "error",
-        "training batch that ranks or microbatches can't divide",
-        "NeMo-RL `shard_by_batch_size`, `make_microbatch_iterator`",
-        _indivisible_batch,
-    ),
-    Rule(
-        "GM337",
-        "error",
-        "copies of experts on tensor-parallel ranks whose gradients are not summed",
-        "https://github.com/NVIDIA/Megatron-LM/pull/5916",
-        _replicated_experts,
-    ),
-)

@@ -19,8 +19,6 @@ from typing import Any
 from nemo_geomask.recipe.input_limits import parse_python, read_source
 from nemo_geomask.tools.check.value_types import ANYTHING, AnyOf, ListOf, OneOf, Open, Scalar, Section, ValueType
 
-__all__ = ["GENERATION_CLASSES", "generation_section", "master_section", "master_sections"]
-
 _MASTER_MODULES = {
     "async_rl": "nemo_rl.algorithms.single_controller_utils.config",
     "grpo": "nemo_rl.algorithms.grpo",

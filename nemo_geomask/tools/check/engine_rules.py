@@ -1,4 +1,4 @@
-"""GM106 to GM116: settings of engines, precision, routing and adapters that cause mismatch."""
+"""Settings of engines, precision, routing and adapters that cause mismatch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from fnmatch import fnmatchcase
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.hosts.nemo_rl.facts import loads_moe_in_bfloat16, merges_expert_adapters, reads_setting
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
-from nemo_geomask.tools.check.rule import Hit, Rule
-
-__all__ = ["RULES"]
+from nemo_geomask.tools.check.rule import Hit, rule
 
 _RUNS_FLASH_ATTENTION_2 = {
     **dict.fromkeys(("a2", "a10", "a10g", "a16", "a30", "a40", "a100", "a800", "a4000", "a5000", "a6000"), True),
@@ -29,7 +27,14 @@ _LORA = "policy.dtensor_cfg.lora_cfg"
 _EXPERTS = "model.layers.0.mlp.experts"  # the name of grouped experts in Automodel's models
 
 
+@rule(
+    "GM106",
+    "warning",
+    "https://github.com/vllm-project/flash-attention/pull/87; https://github.com/vllm-project/vllm/issues/22103",
+    needs=("gpu",),
+)
 def _cascade_attention(facts: RecipeFacts) -> Iterator[Hit]:
+    """vLLM cascade attention on a GPU that runs FlashAttention-2, such as A100 and L20."""
     key = f"{_VLLM_KWARGS}.disable_cascade_attn"
     names = [word for word in re.split(r"[\s_-]+", (facts.gpu or "").lower()) if word in _RUNS_FLASH_ATTENTION_2]
     if not names:
@@ -46,7 +51,9 @@ def _cascade_attention(facts: RecipeFacts) -> Iterator[Hit]:
     )
 
 
+@rule("GM107", "warning", "NeMo-RL docs/fp8.md")
 def _quantised_rollouts(facts: RecipeFacts) -> Iterator[Hit]:
+    """Quantised rollouts without a correction."""
     if facts.config.corrects_mismatch or facts.config.masks:
         return
     keys = [f"{_VLLM_KWARGS}.quantization"]
@@ -61,7 +68,9 @@ def _quantised_rollouts(facts: RecipeFacts) -> Iterator[Hit]:
             )
 
 
+@rule("GM112", "warning", "NeMo-RL docs/adding-new-models.md; arXiv:2510.26788")
 def _different_precision(facts: RecipeFacts) -> Iterator[Hit]:
+    """Different precision in rollouts and training."""
     key = f"{_VLLM}.precision"
     training, sampling = facts.get("policy.precision"), facts.get(key)
     if facts.uses_vllm and training and sampling and sampling not in (training, "auto", "fp8"):
@@ -72,7 +81,9 @@ def _different_precision(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM114", "warning", "NeMo-RL issue 2322")
 def _moe_without_master_weights(facts: RecipeFacts) -> Iterator[Hit]:
+    """Mixture of experts without float32 weights."""
     key, optimizer = "policy.optimizer.name", str(facts.get("policy.optimizer.name"))
     uses_v2 = facts.uses_dtensor and facts.is_true("policy.dtensor_cfg._v2")
     is_automodel_class = facts.moe_key is not None and not facts.is_true(f"{_AUTOMODEL}.force_hf")
@@ -89,7 +100,9 @@ def _moe_without_master_weights(facts: RecipeFacts) -> Iterator[Hit]:
     )
 
 
+@rule("GM108", "note", "NeMo-RL docs/guides/router-replay.md; R3, arXiv:2510.11370")
 def _no_router_replay(facts: RecipeFacts) -> Iterator[Hit]:
+    """Mixture of experts without router replay."""
     key = facts.moe_key
     if key is None or facts.is_true(_ROUTER_REPLAY):
         return
@@ -109,7 +122,9 @@ def _no_router_replay(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM109", "warning", "NeMo-RL examples/configs/grpo_math_1B.yaml; https://github.com/NVIDIA-NeMo/RL/pull/3169")
 def _balancing_loss(facts: RecipeFacts) -> Iterator[Hit]:
+    """Router trained with a load-balancing loss."""
     key = "policy.megatron_cfg.moe_router_load_balancing_type"
     value = facts.get(key, "none")
     balancing_types = set(value if isinstance(value, list) else [value]) - {"none"}
@@ -120,7 +135,9 @@ def _balancing_loss(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM113", "note", "NeMo-RL examples/configs/grpo_math_1B.yaml")
 def _balancing_bias(facts: RecipeFacts) -> Iterator[Hit]:
+    """Router biases updated by expert load."""
     key = "policy.megatron_cfg.moe_router_bias_update_rate"
     if facts.moe_key and facts.uses_megatron and facts.number(key):
         yield Hit(
@@ -130,7 +147,9 @@ def _balancing_bias(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM110", "note", "NeMo-RL docs/guides/async-grpo.md")
 def _stale_kv_cache(facts: RecipeFacts) -> Iterator[Hit]:
+    """Weights updated during a response without recomputing the KV cache."""
     section = f"{facts.algorithm}.async_{facts.algorithm}"
     key = f"{section}.recompute_kv_cache_after_weight_updates"
     if facts.is_async and facts.is_true(f"{section}.in_flight_weight_updates") and not facts.is_true(key):
@@ -142,7 +161,9 @@ def _stale_kv_cache(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM111", "note", "NeMo-RL `pad_and_align_routed_expert_indices`; grpo-qwen3-30ba3b-8n8g-megatron-cp2-r3.yaml")
 def _routes_lost_to_prefix_cache(facts: RecipeFacts) -> Iterator[Hit]:
+    """Router replay with prefix caching."""
     key = f"{_VLLM}.enable_prefix_caching"
     if facts.is_true(_ROUTER_REPLAY) and facts.get(key) is not False:
         yield Hit(
@@ -156,7 +177,13 @@ def _uses_dtensor_lora(facts: RecipeFacts) -> bool:
     return facts.uses_dtensor and facts.is_true(f"{_LORA}.enabled")
 
 
+@rule(
+    "GM115",
+    "warning",
+    "NeMo-RL `_maybe_merge_lora_weight`, pull request 3353; Automodel `apply_lora_to_linear_modules`",
+)
 def _experts_without_adapter(facts: RecipeFacts) -> Iterator[Hit]:
+    """LoRA on experts whose adapters a refit leaves out."""
     key, patterns = f"{_LORA}.target_modules", facts.get(f"{_LORA}.target_modules") or []
     if not _uses_dtensor_lora(facts) or facts.moe_key is None or facts.is_true(f"{_AUTOMODEL}.force_hf"):
         return
@@ -173,7 +200,9 @@ def _experts_without_adapter(facts: RecipeFacts) -> Iterator[Hit]:
             )
 
 
+@rule("GM116", "note", "NeMo-RL docs/guides/lora.md, issue 3696, pull requests 1797 and 1889")
 def _rounded_adapter(facts: RecipeFacts) -> Iterator[Hit]:
+    """LoRA whose merged weights are rounded, without a correction."""
     precision = facts.get("policy.precision")
     if facts.config.corrects_mismatch or facts.config.masks or precision == "float32":
         return
@@ -187,79 +216,3 @@ def _rounded_adapter(facts: RecipeFacts) -> Iterator[Hit]:
                 f"{precision}; the sampler loses what is smaller than a weight's rounding, and nothing corrects the "
                 "difference. Set loss_fn.use_importance_sampling_correction: true, or add a mask",
             )
-
-
-RULES = (
-    Rule(
-        "GM106",
-        "warning",
-        "vLLM cascade attention on a GPU that runs FlashAttention-2, such as A100 and L20",
-        "https://github.com/vllm-project/flash-attention/pull/87; https://github.com/vllm-project/vllm/issues/22103",
-        _cascade_attention,
-        needs=("gpu",),
-    ),
-    Rule("GM107", "warning", "quantised rollouts without a correction", "NeMo-RL docs/fp8.md", _quantised_rollouts),
-    Rule(
-        "GM108",
-        "note",
-        "mixture of experts without router replay",
-        "NeMo-RL docs/guides/router-replay.md; R3, arXiv:2510.11370",
-        _no_router_replay,
-    ),
-    Rule(
-        "GM109",
-        "warning",
-        "router trained with a load-balancing loss",
-        "NeMo-RL examples/configs/grpo_math_1B.yaml; https://github.com/NVIDIA-NeMo/RL/pull/3169",
-        _balancing_loss,
-    ),
-    Rule(
-        "GM110",
-        "note",
-        "weights updated during a response without recomputing the KV cache",
-        "NeMo-RL docs/guides/async-grpo.md",
-        _stale_kv_cache,
-    ),
-    Rule(
-        "GM111",
-        "note",
-        "router replay with prefix caching",
-        "NeMo-RL `pad_and_align_routed_expert_indices`; grpo-qwen3-30ba3b-8n8g-megatron-cp2-r3.yaml",
-        _routes_lost_to_prefix_cache,
-    ),
-    Rule(
-        "GM112",
-        "warning",
-        "different precision in rollouts and training",
-        "NeMo-RL docs/adding-new-models.md; arXiv:2510.26788",
-        _different_precision,
-    ),
-    Rule(
-        "GM113",
-        "note",
-        "router biases updated by expert load",
-        "NeMo-RL examples/configs/grpo_math_1B.yaml",
-        _balancing_bias,
-    ),
-    Rule(
-        "GM114",
-        "warning",
-        "mixture of experts without float32 weights",
-        "NeMo-RL issue 2322",
-        _moe_without_master_weights,
-    ),
-    Rule(
-        "GM115",
-        "warning",
-        "LoRA on experts whose adapters a refit leaves out",
-        "NeMo-RL `_maybe_merge_lora_weight`, pull request 3353; Automodel `apply_lora_to_linear_modules`",
-        _experts_without_adapter,
-    ),
-    Rule(
-        "GM116",
-        "note",
-        "LoRA whose merged weights are rounded, without a correction",
-        "NeMo-RL docs/guides/lora.md, issue 3696, pull requests 1797 and 1889",
-        _rounded_adapter,
-    ),
-)

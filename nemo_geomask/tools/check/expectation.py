@@ -21,16 +21,6 @@ from typing import Literal, NamedTuple, cast
 from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.config.masks import Level, MaskRule
 
-__all__ = [
-    "PredictableMask",
-    "clipped_fractions",
-    "kept_fraction",
-    "mean_log_ratio_deviation",
-    "median_weight",
-    "predictable_masks",
-    "truncation_bounds",
-]
-
 
 class PredictableMask(NamedTuple):
     """Mask whose kept fraction :func:`kept_fraction` can compute, and the unit of that fraction."""

@@ -1,4 +1,4 @@
-"""GM401 to GM407: weights, masks and batch sizes that don't suit the length of responses or the expected mismatch."""
+"""Weights, masks, batches and memory that don't suit the length of responses, the expected mismatch or each other."""
 
 from __future__ import annotations
 
@@ -12,18 +12,29 @@ from nemo_geomask.tools.check.expectation import (
     median_weight,
     predictable_masks,
 )
+from nemo_geomask.tools.check.logit_memory import (
+    GPU_BYTES,
+    LOGPROB_METHODS,
+    current_method,
+    deferred_peak,
+    output_work_of,
+    settings_to_change,
+)
+from nemo_geomask.tools.check.model_shapes import shape_of
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
-from nemo_geomask.tools.check.rule import Hit, Rule
+from nemo_geomask.tools.check.rule import Hit, rule
 
-__all__ = ["RULES"]
-
+_NOTABLE_FRACTION = 0.15  # of a GPU's memory, from which on logits are reported
 # A mask that is expected to keep less is reported. The limit is below a half, since useful bounds may keep about half:
 # the mismatch study's 0.999 and 1.002 are as far from 1 as the expected mean.
 _MIN_KEPT_FRACTION = 0.25
+_BATCH = "policy.train_global_batch_size"
 _ASSUMPTION = "(assuming independent tokens and normal log-ratios)"
 
 
+@rule("GM401", "warning", "https://github.com/NVIDIA-NeMo/RL/pull/2269; https://github.com/huggingface/trl/issues/5814")
 def _vanishing_weight(facts: RecipeFacts) -> Iterator[Hit]:
+    """`sequence`-level weights that vanish for responses of the configured length."""
     config, tokens, kl = facts.config, facts.response_tokens, facts.mismatch_kl
     if not config.applies_weight or config.correction_level != "sequence" or tokens is None:
         return
@@ -37,14 +48,16 @@ def _vanishing_weight(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM402", "warning", "https://github.com/NVIDIA-NeMo/RL/pull/2269")
 def _mask_removes_most(facts: RecipeFacts) -> Iterator[Hit]:
+    """Mask that removes most responses of the configured length."""
     tokens, kl = facts.response_tokens, facts.mismatch_kl
     if tokens is None:
         return
-    for rule, unit in predictable_masks(facts.config):
-        kept = kept_fraction(rule, kl, tokens)
+    for mask, unit in predictable_masks(facts.config):
+        kept = kept_fraction(mask, kl, tokens)
         if kept is not None and kept < _MIN_KEPT_FRACTION:
-            is_product = rule.level == "sequence" and rule.statistic == "ratio"
+            is_product = mask.level == "sequence" and mask.statistic == "ratio"
             fix = (
                 "use preset: geometric, since a product of ratios exceeds any fixed bounds as responses grow"
                 if is_product
@@ -52,13 +65,19 @@ def _mask_removes_most(facts: RecipeFacts) -> Iterator[Hit]:
             )
             counted = "tokens in responses" if unit == "tokens" else "responses"
             yield Hit(
-                rule.key,
-                f"mask {rule.label} is expected to keep only {kept:.1%} of {counted} of {tokens} tokens at a mean "
+                mask.key,
+                f"mask {mask.label} is expected to keep only {kept:.1%} of {counted} of {tokens} tokens at a mean "
                 f"mismatch KL of {kl:g} nats per token {_ASSUMPTION}; {fix}",
             )
 
 
+@rule(
+    "GM407",
+    "warning",
+    "GSPO, arXiv:2507.18071 section 5.1, whose bounds are for π_θ/π_old; docs/reference/loss_reference.md",
+)
 def _clip_narrower_than_mismatch(facts: RecipeFacts) -> Iterator[Hit]:
+    """Clip bounds narrower than the mismatch that the sequence ratio contains."""
     config, tokens, kl = facts.config, facts.response_tokens, facts.mismatch_kl
     if tokens is None or not config.sequence_level_importance_ratios or config.ratio_anchor != "gen":
         return
@@ -75,7 +94,9 @@ def _clip_narrower_than_mismatch(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM405", "warning", "the mismatch study, see GM201")
 def _every_batch_vetoed(facts: RecipeFacts) -> Iterator[Hit]:
+    """Batch veto below the expected mismatch."""
     veto = facts.config.batch_veto
     if veto is not None and veto.max < facts.mismatch_kl:
         yield Hit(
@@ -85,7 +106,9 @@ def _every_batch_vetoed(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM403", "warning", "docs/reference/loss_reference.md; NeMo-RL `ClippedPGLossFn` (`positive_nll_loss`)")
 def _loss_depends_on_split(facts: RecipeFacts) -> Iterator[Hit]:
+    """Loss that depends on how the batch is split."""
     config = facts.config
     is_per_microbatch = config.positive_example_nll_normalization == "microbatch"
     if facts.has_rewards and config.positive_example_nll_weight and is_per_microbatch:
@@ -96,22 +119,30 @@ def _loss_depends_on_split(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+def _differing_batch_sizes(facts: RecipeFacts) -> str:
+    """Return the start of a message if scoring and training have different batch sizes; empty otherwise."""
+    training, scoring = facts.number("policy.train_micro_batch_size"), facts.number("policy.logprob_batch_size")
+    # Under force_on_policy_ratio, no prev_logprobs are compared with curr.
+    if training is None or scoring in (None, training) or facts.config.force_on_policy_ratio:
+        return ""
+    return f"{scoring:g}, but train_micro_batch_size: {training:g}"
+
+
+@rule("GM404", "note", "NeMo-RL docs/guides/dtensor-tp-accuracy.md")
 def _scoring_batch_size(facts: RecipeFacts) -> Iterator[Hit]:
-    training = facts.number("policy.train_micro_batch_size")
-    scoring = facts.number("policy.logprob_batch_size")
-    tensor_parallel = facts.tensor_parallel
-    uses_one_size = training is None or scoring in (None, training)
+    """Tensor parallelism of 2 or 3 with different batch sizes for training and scoring."""
     # From a tensor-parallel size of 4 on, NeMo-RL refuses the recipe, which GM307 reports.
-    if not 2 <= tensor_parallel < 4 or uses_one_size or facts.config.force_on_policy_ratio:
-        return
-    yield Hit(
-        "policy.logprob_batch_size",
-        f"{scoring:g}, but train_micro_batch_size: {training:g}: under tensor parallelism (here {tensor_parallel}), "
-        "some kernels' results depend on the batch size, so curr and prev differ for the same weights; make them equal",
-    )
+    if facts.tensor_parallel in (2, 3) and (sizes := _differing_batch_sizes(facts)):
+        yield Hit(
+            "policy.logprob_batch_size",
+            f"{sizes}: under tensor parallelism (here {facts.tensor_parallel}), some kernels' results depend on "
+            "the batch size, so curr and prev differ for the same weights; make them equal",
+        )
 
 
+@rule("GM406", "warning", "NeMo-RL `vllm_worker.py`")
 def _short_vllm_context(facts: RecipeFacts) -> Iterator[Hit]:
+    """vLLM context shorter than the trainer's."""
     key = "policy.generation.vllm_cfg.max_model_len"
     context, trained_length = facts.number(key), facts.number("policy.max_total_sequence_length")
     if facts.uses_vllm and context and trained_length and context < trained_length:
@@ -122,54 +153,100 @@ def _short_vllm_context(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
-RULES = (
-    Rule(
-        "GM401",
-        "warning",
-        "`sequence`-level weights that vanish for responses of the configured length",
-        "https://github.com/NVIDIA-NeMo/RL/pull/2269; https://github.com/huggingface/trl/issues/5814",
-        _vanishing_weight,
-    ),
-    Rule(
-        "GM402",
-        "warning",
-        "mask that removes most responses of the configured length",
-        "https://github.com/NVIDIA-NeMo/RL/pull/2269",
-        _mask_removes_most,
-    ),
-    Rule(
-        "GM403",
-        "warning",
-        "loss that depends on how the batch is split",
-        "docs/reference/loss_reference.md; NeMo-RL `ClippedPGLossFn` (`positive_nll_loss`)",
-        _loss_depends_on_split,
-    ),
-    Rule(
-        "GM404",
-        "note",
-        "tensor parallelism of 2 or 3 with different batch sizes for training and scoring",
-        "NeMo-RL docs/guides/dtensor-tp-accuracy.md",
-        _scoring_batch_size,
-    ),
-    Rule(
-        "GM405",
-        "warning",
-        "batch veto below the expected mismatch",
-        "the mismatch study, see GM201",
-        _every_batch_vetoed,
-    ),
-    Rule(
-        "GM406",
-        "warning",
-        "vLLM context shorter than the trainer's",
-        "NeMo-RL `vllm_worker.py`",
-        _short_vllm_context,
-    ),
-    Rule(
-        "GM407",
-        "warning",
-        "clip bounds narrower than the mismatch that the sequence ratio contains",
-        "GSPO, arXiv:2507.18071 section 5.1, whose bounds are for π_θ/π_old; docs/reference/loss_reference.md",
-        _clip_narrower_than_mismatch,
-    ),
-)
+@rule("GM305", "error", "NeMo-RL `grpo.setup`")
+def _several_steps_on_policy(facts: RecipeFacts) -> Iterator[Hit]:
+    """`force_on_policy_ratio` with several optimiser steps per rollout batch."""
+    batch = facts.number(_BATCH)
+    if facts.config.force_on_policy_ratio and facts.rollout_size and batch and facts.rollout_size != batch:
+        yield Hit(
+            "loss_fn.force_on_policy_ratio",
+            f"true needs exactly one optimiser step per rollout batch, but {_BATCH}: {batch:g} is not "
+            f"num_prompts_per_step x num_generations_per_prompt = {facts.rollout_size}; make them equal, or set false",
+        )
+
+
+@rule("GM306", "error", "NeMo-RL `shard_by_batch_size`")
+def _indivisible_rollouts(facts: RecipeFacts) -> Iterator[Hit]:
+    """Rollout batch that is not a multiple of the training batch."""
+    batch = facts.number(_BATCH)
+    if facts.rollout_size and batch and facts.rollout_size % batch:
+        yield Hit(
+            _BATCH,
+            f"{batch:g} does not divide the rollout batch of num_prompts_per_step x num_generations_per_prompt = "
+            f"{facts.rollout_size}; set a divisor of it",
+        )
+
+
+@rule("GM307", "error", "NeMo-RL docs/guides/dtensor-tp-accuracy.md, `Policy.__init__`")
+def _refused_scoring_batch_size(facts: RecipeFacts) -> Iterator[Hit]:
+    """Tensor parallelism of 4 or more with different batch sizes for training and scoring."""
+    sizes = _differing_batch_sizes(facts)
+    if facts.tensor_parallel < 4 or not sizes:
+        return
+    is_refused = "force_on_policy_ratio" in facts.objective.refuses
+    on_policy = ", or set force_on_policy_ratio: true in the loss if there is one optimiser step per rollout batch"
+    yield Hit(
+        "policy.logprob_batch_size",
+        f"{sizes}: NeMo-RL does not start such a run unless the "
+        "environment variable NRL_IGNORE_TP_ACCURACY_CHECK=1 skips this check. With tensor parallelism "
+        f"{facts.tensor_parallel}, the results of some kernels depend on the batch size, so curr and prev differ for "
+        "the same weights. Make the two equal, or use a tensor parallelism of 1 or 2"
+        f"{'' if is_refused else on_policy}",
+    )
+
+
+@rule("GM314", "error", "NeMo-RL `_get_pack_sequence_parameters_for_megatron` (megatron/data.py)")
+def _padding_of_packed_sequences(facts: RecipeFacts) -> Iterator[Hit]:
+    """Packed sequences padded to lengths that context and sequence parallelism can't split."""
+    key, megatron = "policy.make_sequence_length_divisible_by", "policy.megatron_cfg"
+    padding = facts.number(key)
+    is_packed = facts.is_true("policy.sequence_packing.enabled") and not facts.is_true(
+        "policy.dynamic_batching.enabled"
+    )
+    if not facts.uses_megatron or not is_packed or padding is None:
+        return
+    cp, tp = facts.size(f"{megatron}.context_parallel_size"), facts.tensor_parallel
+    factors = {
+        f"2 x context_parallel_size ({cp})": 2 * cp if cp > 1 else 1,
+        f"tensor_model_parallel_size ({tp}, with sequence_parallel)": (
+            tp if facts.is_true(f"{megatron}.sequence_parallel") else 1
+        ),
+    }
+    required = math.prod(factors.values())
+    if padding % required:
+        product = " x ".join(name for name, factor in factors.items() if factor > 1)
+        yield Hit(
+            key,
+            f"{padding:g} is not a multiple of {product} = {required}, into which packed sequences are split; set "
+            f"{required}",
+        )
+
+
+@rule("GM408", "note", "docs/background/performance.md#at-scale", applies_to_lab=False)
+def _large_logits(facts: RecipeFacts) -> Iterator[Hit]:
+    """Logits that take a large part of a GPU's memory."""
+    shape = shape_of(str(facts.get("policy.model_name", "")))
+    work = None if shape is None else output_work_of(facts, shape)
+    if work is None:
+        return
+    method = current_method(facts)
+    peak = LOGPROB_METHODS[method].peak(work)
+    if peak < _NOTABLE_FRACTION * GPU_BYTES:
+        return
+    peaks = {name: other.peak(work) for name, other in LOGPROB_METHODS.items() if not settings_to_change(name, facts)}
+    best = min(peaks, key=lambda name: peaks[name])
+    fixes = []
+    if peaks[best] < 0.5 * peak:
+        fixes.append(f"{LOGPROB_METHODS[best].setting} takes {peaks[best] / 1e9:.3g} GB")
+    if deferred := deferred_peak(method, facts, work):
+        fixes.append(f"policy.megatron_cfg.defer_fp32_logits: true takes {deferred / 1e9:.3g} GB")
+    fix = ", ".join(fixes) or "lower the tokens of a microbatch, or raise the context- or tensor-parallel size"
+    is_scoring = LOGPROB_METHODS[method].scoring(work) == peak
+    rows = work.scored if is_scoring else work.rows
+    yield Hit(
+        "loss_fn.logprob_backend",
+        f"{facts.config.logprob_backend}: on each GPU, a {'scoring ' if is_scoring else ''}microbatch of {rows} rows "
+        f"by {work.columns} columns has logits of {work.logit_bytes * rows * work.columns / 1e9:.3g} GB, and takes "
+        f"{peak / 1e9:.3g} GB of an H100's {GPU_BYTES / 1e9:g} GB with "
+        f"{'working memory' if is_scoring else 'their gradient and working memory'}; {fix}",
+    )

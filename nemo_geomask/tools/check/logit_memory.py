@@ -1,4 +1,4 @@
-r"""GM408: GPU memory that each method needs to compute log-probs from hidden states.
+r"""GPU memory that each method needs to compute log-probs from hidden states.
 
 The formulas give peak bytes on a rank of the last pipeline stage, in addition to the model, its activations and its
 gradients.
@@ -34,7 +34,7 @@ NeMo-RL, ``use_fused_linear_logprobs``      10 W H + 20 c W + 8 R H: three copie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from nemo_geomask.tools.check.logprob_paths import (
@@ -44,29 +44,14 @@ from nemo_geomask.tools.check.logprob_paths import (
     missing_for_fused,
     scoring_passes,
 )
-from nemo_geomask.tools.check.model_shapes import ModelShape, shape_of
+from nemo_geomask.tools.check.model_shapes import ModelShape
 from nemo_geomask.tools.check.parallel_layout import layout_of
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
-from nemo_geomask.tools.check.rule import Hit, Rule
-
-__all__ = [
-    "GPU_BYTES",
-    "GPU_TILE_BYTES",
-    "LOGPROB_METHODS",
-    "RULES",
-    "LogprobMethod",
-    "OutputWork",
-    "current_method",
-    "deferred_peak",
-    "output_work_of",
-    "settings_to_change",
-]
 
 GPU_BYTES = 80 * 10**9
 """Assumed memory of a GPU, that of an H100."""
 GPU_TILE_BYTES = 512 << 20
 """``nemo_geomask.parallel.linear.TILE_BYTES`` on a GPU, whose module needs torch."""
-_NOTABLE_FRACTION = 0.15  # of GPU_BYTES, from which on GM408 reports the logits
 _DEFAULT_CHUNK = 1024  # rows, if the recipe sets no logprob_chunk_size
 _DEFERRED = "policy.megatron_cfg.defer_fp32_logits"
 
@@ -263,43 +248,3 @@ def deferred_peak(method: str, facts: RecipeFacts, work: OutputWork) -> float | 
         return None
     peak = LOGPROB_METHODS[method].peak(work._replace(logit_bytes=2))
     return peak if peak < 0.75 * LOGPROB_METHODS[method].peak(work) else None
-
-
-def _large_logits(facts: RecipeFacts) -> Iterator[Hit]:
-    shape = shape_of(str(facts.get("policy.model_name", "")))
-    work = None if shape is None else output_work_of(facts, shape)
-    if work is None:
-        return
-    method = current_method(facts)
-    peak = LOGPROB_METHODS[method].peak(work)
-    if peak < _NOTABLE_FRACTION * GPU_BYTES:
-        return
-    peaks = {name: other.peak(work) for name, other in LOGPROB_METHODS.items() if not settings_to_change(name, facts)}
-    best = min(peaks, key=lambda name: peaks[name])
-    fixes = []
-    if peaks[best] < 0.5 * peak:
-        fixes.append(f"{LOGPROB_METHODS[best].setting} takes {peaks[best] / 1e9:.3g} GB")
-    if deferred := deferred_peak(method, facts, work):
-        fixes.append(f"{_DEFERRED}: true takes {deferred / 1e9:.3g} GB")
-    fix = ", ".join(fixes) or "lower the tokens of a microbatch, or raise the context- or tensor-parallel size"
-    is_scoring = LOGPROB_METHODS[method].scoring(work) == peak
-    rows = work.scored if is_scoring else work.rows
-    yield Hit(
-        "loss_fn.logprob_backend",
-        f"{facts.config.logprob_backend}: on each GPU, a {'scoring ' if is_scoring else ''}microbatch of {rows} rows "
-        f"by {work.columns} columns has logits of {work.logit_bytes * rows * work.columns / 1e9:.3g} GB, and takes "
-        f"{peak / 1e9:.3g} GB of an H100's {GPU_BYTES / 1e9:g} GB with "
-        f"{'working memory' if is_scoring else 'their gradient and working memory'}; {fix}",
-    )
-
-
-RULES = (
-    Rule(
-        "GM408",
-        "note",
-        "logits that take a large part of a GPU's memory",
-        "docs/background/performance.md#at-scale",
-        _large_logits,
-        applies_to_lab=False,
-    ),
-)

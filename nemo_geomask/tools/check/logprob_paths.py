@@ -11,8 +11,6 @@ from nemo_geomask.hosts.nemo_rl.facts import (
 )
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 
-__all__ = ["fused_key", "missing_for_backend", "missing_for_chunks", "missing_for_fused", "scoring_passes"]
-
 _MEGATRON = "policy.megatron_cfg.enabled"
 _DEFERRED = "policy.megatron_cfg.defer_fp32_logits"
 _PACKING = "policy.sequence_packing.enabled"
@@ -66,7 +64,7 @@ def missing_for_fused(facts: RecipeFacts) -> list[str]:
         ),
         f"{_MEGATRON}: true": not facts.uses_megatron,
         f"{_PACKING}: false": facts.is_true(_PACKING),
-        f"{_MEGATRON_CP}: 1": (facts.number(_MEGATRON_CP) or 1) > 1,
+        f"{_MEGATRON_CP}: 1": facts.size(_MEGATRON_CP) > 1,
         _UNFILTERED: facts.filter_key is not None,
     }
     return _true_keys(is_missing)
@@ -74,7 +72,7 @@ def missing_for_fused(facts: RecipeFacts) -> list[str]:
 
 def missing_for_backend(facts: RecipeFacts, backend: str) -> list[str]:
     """Return the settings that a recipe lacks for a ``logprob_backend`` other than ``nemo_rl``."""
-    uses_dtensor_cp = not facts.uses_megatron and (facts.number(_DTENSOR_CP) or 1) > 1
+    uses_dtensor_cp = not facts.uses_megatron and facts.size(_DTENSOR_CP) > 1
     is_missing = {
         _UNFILTERED: facts.filter_key is not None,
         f"{FUSED_LOGPROBS}: false": facts.uses_megatron and facts.is_true(FUSED_LOGPROBS),

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe.input_limits import parse_text, read_text
 
-__all__ = ["ModelShape", "shape_from_config", "shape_of"]
-
 
 class ModelShape(NamedTuple):
     """Sizes of a decoder.

@@ -1,4 +1,4 @@
-"""GM201 to GM209, GM221: settings without effect, or with an unintended effect."""
+"""Settings without effect, or with an unintended effect."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from nemo_geomask.hosts.nemo_rl.facts import (
 )
 from nemo_geomask.tools.check.expectation import truncation_bounds
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
-from nemo_geomask.tools.check.rule import Hit, Rule
-
-__all__ = ["LARGEST_MEAN", "RULES"]
+from nemo_geomask.tools.check.rule import Hit, rule
 
 LARGEST_MEAN = 0.15
 """Largest absolute mean log-ratio over a sequence that the rules expect in a working run, in nats per token.
@@ -31,12 +29,14 @@ _MISMATCH_STUDY = (
 _NEMO_RL_SOURCE = "the source of NeMo-RL v0.6.0, v0.7.0 and main"
 
 
+@rule("GM201", "warning", _MISMATCH_STUDY)
 def _unreachable_mean_bounds(facts: RecipeFacts) -> Iterator[Hit]:
+    """Bounds on a sequence mean that no run reaches."""
     config = facts.config
-    for rule in config.mask_rules:
+    for mask in config.mask_rules:
         # Statistics at other levels grow with the length or have heavy tails, so no bound is out of their reach.
-        if rule.level == "sequence_mean" and rule.log_ratio == "mismatch":
-            yield from _unreachable_bounds(rule.key, rule.statistic, rule.low, rule.high)
+        if mask.level == "sequence_mean" and mask.log_ratio == "mismatch":
+            yield from _unreachable_bounds(mask.key, mask.statistic, mask.low, mask.high)
     truncates_mean = config.applies_weight and config.correction_level == "sequence_mean"
     if config.truncation == "seq-mask-tis" or (config.truncation is not None and truncates_mean):
         key = "loss_fn.truncated_importance_sampling_ratio"
@@ -70,36 +70,42 @@ def _unreachable_bounds(key: str, statistic: str, low: float, high: float) -> It
     )
 
 
+@rule("GM202", "warning", "docs/reference/masks.md")
 def _implied_mask(facts: RecipeFacts) -> Iterator[Hit]:
+    """Mask that removes nothing beyond another mask."""
     rules = facts.config.mask_rules
-    for index, rule in enumerate(rules):
+    for index, mask in enumerate(rules):
         for other_index, other in enumerate(rules):
             # Of two masks that imply each other, the later one is reported.
-            is_reported = other_index < index or not rule.implies(other)
-            if other is not rule and is_reported and other.implies(rule):
+            is_reported = other_index < index or not mask.implies(other)
+            if other is not mask and is_reported and other.implies(mask):
                 yield Hit(
-                    rule.key,
-                    f"mask {rule.label} keeps everything that mask {other.label} ({other.key}) keeps, so it removes "
+                    mask.key,
+                    f"mask {mask.label} keeps everything that mask {other.label} ({other.key}) keeps, so it removes "
                     "nothing more; remove it, or tighten its bounds",
                 )
                 break
 
 
+@rule("GM203", "warning", "NeMo-RL `force_on_policy_ratio`; docs/reference/masks.md")
 def _policy_mask_on_policy(facts: RecipeFacts) -> Iterator[Hit]:
+    """Mask on curr - prev although both are equal."""
     is_forced = facts.config.force_on_policy_ratio
     if not is_forced and facts.steps_per_rollout != 1:
         return
     cause = "loss_fn.force_on_policy_ratio: true" if is_forced else "one optimiser step per rollout batch"
-    for rule in facts.config.mask_rules:
-        if rule.log_ratio == "policy":
+    for mask in facts.config.mask_rules:
+        if mask.log_ratio == "policy":
             yield Hit(
-                rule.key,
-                f"mask {rule.label} tests curr - prev, which is 0 with {cause}; set log_ratio: total, or lower "
+                mask.key,
+                f"mask {mask.label} tests curr - prev, which is 0 with {cause}; set log_ratio: total, or lower "
                 "policy.train_global_batch_size",
             )
 
 
+@rule("GM204", "warning", "GSPO, arXiv:2507.18071 section 5.1")
 def _unreachable_sequence_clip(facts: RecipeFacts) -> Iterator[Hit]:
+    """Clip bounds on a sequence ratio that no run reaches."""
     config = facts.config
     if not config.sequence_level_importance_ratios or config.force_on_policy_ratio or config.disable_ppo_ratio:
         return
@@ -116,7 +122,9 @@ def _unreachable_sequence_clip(facts: RecipeFacts) -> Iterator[Hit]:
             )
 
 
+@rule("GM205", "warning", _NEMO_RL_SOURCE, needs=("nemo_rl",))
 def _unread_key(facts: RecipeFacts) -> Iterator[Hit]:
+    """Key that this version of NeMo-RL does not read."""
     assert facts.nemo_rl is not None
     for key in SETTING_READERS:
         value = facts.get(key)
@@ -128,7 +136,9 @@ _KL_REWARD_ESTIMATOR = {"grpo": "reinforce_plus_plus", "ppo": "gae"}
 """Advantage estimator of NeMo-RL that adds the KL to the reward, by algorithm."""
 
 
+@rule("GM206", "error", "NeMo-RL `GRPOAdvantageEstimator`, `GDPOAdvantageEstimator`, `RawRewardAdvantageEstimator`")
 def _ignored_reward_kl(facts: RecipeFacts) -> Iterator[Hit]:
+    """KL moved to a reward to which no estimator adds it."""
     config = facts.config
     if not config.use_kl_in_reward or not config.reference_policy_kl_penalty:
         return
@@ -143,7 +153,9 @@ def _ignored_reward_kl(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM207", "warning", "docs/background/kl.md")
 def _biased_kl_gradient(facts: RecipeFacts) -> Iterator[Hit]:
+    """KL estimator whose gradient is not that of the KL."""
     config, estimator = facts.config, facts.config.reference_policy_kl_type
     if not config.reference_policy_kl_penalty:
         return
@@ -184,7 +196,9 @@ def _plain_kl_gradient(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM221", "error", 'NeMo-RL `ClippedPGLossFn` (`"rewards" in data`), `grpo_train`')
 def _positive_nll_without_rewards(facts: RecipeFacts) -> Iterator[Hit]:
+    """NLL of successful samples under GRPO, whose batches have no rewards."""
     weight = facts.config.positive_example_nll_weight
     if weight and not facts.has_rewards:
         yield Hit(
@@ -194,7 +208,9 @@ def _positive_nll_without_rewards(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM209", "warning", "https://github.com/NVIDIA-NeMo/RL/issues/2955")
 def _reset_reference(facts: RecipeFacts) -> Iterator[Hit]:
+    """Reference policy replaced by the checkpoint's when a run is resumed."""
     key, penalty = "policy.dtensor_cfg._v2", facts.config.reference_policy_kl_penalty
     uses_v2 = facts.uses_dtensor and facts.is_true(key)
     if not (uses_v2 and penalty and facts.is_true("checkpointing.enabled")):
@@ -210,7 +226,9 @@ def _reset_reference(facts: RecipeFacts) -> Iterator[Hit]:
     )
 
 
+@rule("GM208", "error", _NEMO_RL_SOURCE, needs_loss=False)
 def _document_steps(facts: RecipeFacts) -> Iterator[Hit]:
+    """Optimiser steps counted in documents, which NeMo-RL does not support."""
     documents = facts.get("policy.docs_per_step")
     if "lab" not in facts.recipe.data and documents is not None:
         yield Hit(
@@ -219,73 +237,3 @@ def _document_steps(facts: RecipeFacts) -> Iterator[Hit]:
             "set that and loss_fn.loss_normalization: documents, or call nemo_geomask.parallel.collect_documents in a "
             "training loop of your own",
         )
-
-
-RULES = (
-    Rule(
-        "GM201",
-        "warning",
-        "bounds on a sequence mean that no run reaches",
-        _MISMATCH_STUDY,
-        _unreachable_mean_bounds,
-    ),
-    Rule("GM202", "warning", "mask that removes nothing beyond another mask", "docs/reference/masks.md", _implied_mask),
-    Rule(
-        "GM203",
-        "warning",
-        "mask on curr - prev although both are equal",
-        "NeMo-RL `force_on_policy_ratio`; docs/reference/masks.md",
-        _policy_mask_on_policy,
-    ),
-    Rule(
-        "GM204",
-        "warning",
-        "clip bounds on a sequence ratio that no run reaches",
-        "GSPO, arXiv:2507.18071 section 5.1",
-        _unreachable_sequence_clip,
-    ),
-    Rule(
-        "GM205",
-        "warning",
-        "key that this version of NeMo-RL does not read",
-        _NEMO_RL_SOURCE,
-        _unread_key,
-        needs=("nemo_rl",),
-    ),
-    Rule(
-        "GM206",
-        "error",
-        "KL moved to a reward to which no estimator adds it",
-        "NeMo-RL `GRPOAdvantageEstimator`, `GDPOAdvantageEstimator`, `RawRewardAdvantageEstimator`",
-        _ignored_reward_kl,
-    ),
-    Rule(
-        "GM207",
-        "warning",
-        "KL estimator whose gradient is not that of the KL",
-        "docs/background/kl.md",
-        _biased_kl_gradient,
-    ),
-    Rule(
-        "GM208",
-        "error",
-        "optimiser steps counted in documents, which NeMo-RL does not support",
-        _NEMO_RL_SOURCE,
-        _document_steps,
-        needs_loss=False,
-    ),
-    Rule(
-        "GM209",
-        "warning",
-        "reference policy replaced by the checkpoint's when a run is resumed",
-        "https://github.com/NVIDIA-NeMo/RL/issues/2955",
-        _reset_reference,
-    ),
-    Rule(
-        "GM221",
-        "error",
-        "NLL of successful samples under GRPO, whose batches have no rewards",
-        'NeMo-RL `ClippedPGLossFn` (`"rewards" in data`), `grpo_train`',
-        _positive_nll_without_rewards,
-    ),
-)

@@ -14,8 +14,6 @@ from nemo_geomask.errors import PluginError, Problem
 from nemo_geomask.objectives.resolved_loss import ResolvedLoss
 from nemo_geomask.objectives.variant import Part, Parts
 
-__all__ = ["describe", "surrogate_parts"]
-
 
 def _format_number(value: float) -> str:
     """Format a number with at most six significant digits."""
@@ -129,30 +127,22 @@ _POOLING_FORMULA = {
     "prefix_max": "max_{{s≤t}} {}",
     "prefix_excess": "max(w_t·|{0}|, Σ_{{s≤t}} w_s·|{0}| − b·Σ_{{s<t}} w_s)",
 }
-_STATISTIC_FORMULA = {
-    "ratio": "x_t",
-    "k2": "x_t²/2",
-    "k3": "(exp(x_t) − 1 − x_t)",
-    "prob_diff": "(p_t − q_t)",
-    "binary_kl": "±KL_b(q_t ‖ p_t)",
-    "binary_kl_reverse": "±KL_b(p_t ‖ q_t)",
-    "binary_kl_max": "±max(KL_b(q_t ‖ p_t), KL_b(p_t ‖ q_t))",
+_STATISTICS = {
+    "ratio": ("ratio", "x_t"),
+    "k2": ("k2 divergence", "x_t²/2"),
+    "k3": ("k3 divergence", "(exp(x_t) − 1 − x_t)"),
+    "ratio_diff": ("ratio minus 1", ""),
+    "prob_diff": ("difference of probabilities", "(p_t − q_t)"),
+    "binary_kl": ("binary KL", "±KL_b(q_t ‖ p_t)"),
+    "binary_kl_reverse": ("reverse binary KL", "±KL_b(p_t ‖ q_t)"),
+    "binary_kl_max": ("binary KL, the larger of both directions,", "±max(KL_b(q_t ‖ p_t), KL_b(p_t ‖ q_t))"),
 }
+"""Name and formula of each statistic."""
 _SIZE_FORMULA = {"prob_diff": "|p_s − q_s|", "binary_kl": "KL_b(q_s ‖ p_s)", "ratio_diff": "|exp(x_s) − 1|"}
 _PROBABILITIES = {
     "mismatch": "p = exp(prev), q = exp(gen)",
     "policy": "p = exp(curr), q = exp(prev)",
     "total": "p = exp(curr), q = exp(gen)",
-}
-_STATISTIC_NAME = {
-    "ratio": "ratio",
-    "k2": "k2 divergence",
-    "k3": "k3 divergence",
-    "ratio_diff": "ratio minus 1",
-    "prob_diff": "difference of probabilities",
-    "binary_kl": "binary KL",
-    "binary_kl_reverse": "reverse binary KL",
-    "binary_kl_max": "binary KL, the larger of both directions,",
 }
 _EXCEPTION = {
     "always": "",
@@ -213,7 +203,7 @@ def _format_bounds(rule: MaskRule) -> tuple[str | None, str | None]:
 
 def _keep_condition(rule: MaskRule) -> str:
     low, high = _format_bounds(rule)
-    statistic = _STATISTIC_FORMULA.get(rule.statistic, f"{_attribute(rule.statistic)}(p_t, q_t)")
+    _, statistic = _STATISTICS.get(rule.statistic, ("", f"{_attribute(rule.statistic)}(p_t, q_t)"))
     if rule.level == "sequence_mean_size":
         value = f"mean_s {_SIZE_FORMULA[rule.statistic]}"
     else:
@@ -232,11 +222,8 @@ def _keep_condition(rule: MaskRule) -> str:
 def _describe_dropped(rule: MaskRule) -> str:
     low, high = _format_bounds(rule)
     is_ratio = rule.statistic == "ratio"
-    name = (
-        _STATISTIC_NAME.get(rule.statistic)
-        or (rule.plugin_statistic and rule.plugin_statistic.description)
-        or _attribute(rule.statistic)
-    )
+    plugin_name = (rule.plugin_statistic and rule.plugin_statistic.description) or _attribute(rule.statistic)
+    name, _ = _STATISTICS.get(rule.statistic, (plugin_name, ""))
     quantity = f"{rule.log_ratio} {name}"
     total, mean = ("a product", "a geometric mean") if is_ratio else ("a sum", "a mean")
     subject = {

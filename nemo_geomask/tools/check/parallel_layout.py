@@ -8,8 +8,6 @@ from dataclasses import dataclass, fields, replace
 
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 
-__all__ = ["MODEL_AXES", "Layout", "layout_keys", "layout_of", "trained_sections"]
-
 _KEYS: Mapping[str, Mapping[str, str]] = {
     "megatron": {
         "tp": "megatron_cfg.tensor_model_parallel_size",
@@ -102,7 +100,7 @@ def layout_of(facts: RecipeFacts, section: str = "policy") -> Layout:
     """
 
     def size(key: str) -> int:
-        return max(1, int(facts.number(key) or 1))
+        return max(1, facts.size(key))
 
     sizes = {axis: size(key) for axis, key in layout_keys(facts, section).items()}
     gpus = size("cluster.gpus_per_node") * size("cluster.num_nodes")

@@ -15,10 +15,10 @@ from nemo_geomask.objectives.resolved_loss import ResolvedLoss
 from nemo_geomask.objectives.variant import Variant
 from nemo_geomask.plugin_imports import NOT_IMPORTED
 from nemo_geomask.recipe import Recipe
-from nemo_geomask.tools.check import MISMATCH_KL
 from nemo_geomask.tools.check.recipe_loss import build_recipe_loss, other_algorithm, trains_nemo_rl_loss
 
-__all__ = ["RecipeFacts"]
+MISMATCH_KL = 1e-3
+"""Mean KL from the generation to the training engine that is assumed without a measurement, in nats per token."""
 
 # No setting of a recipe is that large; integers beyond the range of floats are among those left out.
 _LARGEST_NUMBER = 10**30
@@ -139,6 +139,10 @@ class RecipeFacts:
             return None
         return float(value)
 
+    def size(self, key: str) -> int:
+        """Return the whole number at a dotted key; 1 if there is none, or 0."""
+        return int(self.number(key) or 1)
+
     def is_true(self, key: str) -> bool:
         """Return True if the value at a dotted key is ``true``."""
         return self.get(key) is True
@@ -219,7 +223,7 @@ class RecipeFacts:
     def tensor_parallel(self) -> int:
         """Tensor-parallel size of the trainer."""
         key = "megatron_cfg.tensor_model_parallel_size" if self.uses_megatron else "dtensor_cfg.tensor_parallel_size"
-        return int(self.number(f"policy.{key}") or 1)
+        return self.size(f"policy.{key}")
 
     @cached_property
     def moe_key(self) -> str | None:

@@ -13,8 +13,6 @@ from nemo_geomask.hosts.nemo_rl.loss_block import unread_fields
 from nemo_geomask.objectives.resolved_loss import ResolvedLoss, resolve_loss
 from nemo_geomask.recipe import Recipe
 
-__all__ = ["RecipeLoss", "build_recipe_loss", "other_algorithm", "trains_nemo_rl_loss"]
-
 _ALGORITHMS_WITHOUT_POLICY_LOSS = {
     "sft": "supervised fine-tuning",
     "dpo": "DPO",

@@ -1,25 +1,30 @@
-"""GM001, GM002, GM003 and GM007: invalid, doubtful and ignored settings of ``loss_fn``, and unknown values."""
+"""What NeMo-RL or this package refuses or ignores as it reads a recipe: ``loss_fn``, types of values, missing keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from nemo_geomask.config.loss_config import LossConfig
+from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import Problem
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_FIELDS
+from nemo_geomask.tools.check.config_classes import generation_section, master_section
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
-from nemo_geomask.tools.check.rule import Hit, Rule
+from nemo_geomask.tools.check.rule import Hit, rule
 from nemo_geomask.tools.check.setting_author import nearest_to_user, nemo_rl_files
+from nemo_geomask.tools.check.value_types import RefusedValue, mismatches
 
-__all__ = ["RULES"]
 
-
+@rule("GM001", "error", "docs/reference/loss_reference.md", needs_loss=False, may_be_ignored=False)
 def _invalid_loss(facts: RecipeFacts) -> Iterator[Hit]:
+    """`loss_fn` that is invalid."""
     for problem in facts.problems:
         yield _hit(problem, facts)
 
 
+@rule("GM002", "warning", "docs/reference/loss_reference.md")
 def _doubtful_loss(facts: RecipeFacts) -> Iterator[Hit]:
+    """`loss_fn` that is valid, but probably not what was meant."""
     nemo_rl, origins = nemo_rl_files(facts), facts.recipe.origins
     for warning in facts.warnings:
         written = [origin for key in warning.keys if (origin := origins.at(key))]
@@ -32,7 +37,9 @@ def _hit(problem: Problem, facts: RecipeFacts) -> Hit:
     return Hit(nearest_to_user(problem.keys, facts) if problem.keys else "loss_fn", problem.message)
 
 
+@rule("GM003", "error", "NeMo-RL `ClippedPGLossConfig`: extra keys are allowed and ignored")
 def _settings_without_name(facts: RecipeFacts) -> Iterator[Hit]:
+    """Settings of this package without `loss_fn.name`, which NeMo-RL ignores."""
     if not facts.trains_nemo_rl_loss:
         return
     for key, field in LossConfig.model_fields.items():
@@ -45,41 +52,76 @@ def _settings_without_name(facts: RecipeFacts) -> Iterator[Hit]:
             )
 
 
+@rule("GM007", "note", "the recipe; NeMo-RL resolves it when it starts", needs_loss=False)
 def _unresolved_value(facts: RecipeFacts) -> Iterator[Hit]:
+    """Path that depends on an environment variable which is not set here."""
     for key, reason in facts.recipe.unresolved.items():
         yield Hit(key, f"its value is unknown on this machine, so it was not checked: {reason}")
 
 
-RULES = (
-    Rule(
-        "GM001",
-        "error",
-        "`loss_fn` that is invalid",
-        "docs/reference/loss_reference.md",
-        _invalid_loss,
-        needs_loss=False,
-        may_be_ignored=False,
-    ),
-    Rule(
-        "GM002",
-        "warning",
-        "`loss_fn` that is valid, but probably not what was meant",
-        "docs/reference/loss_reference.md",
-        _doubtful_loss,
-    ),
-    Rule(
-        "GM003",
-        "error",
-        "settings of this package without `loss_fn.name`, which NeMo-RL ignores",
-        "NeMo-RL `ClippedPGLossConfig`: extra keys are allowed and ignored",
-        _settings_without_name,
-    ),
-    Rule(
-        "GM007",
-        "note",
-        "path that depends on an environment variable which is not set here",
-        "the recipe; NeMo-RL resolves it when it starts",
-        _unresolved_value,
-        needs_loss=False,
-    ),
-)
+_SOURCE = "NeMo-RL `MasterConfig` of the algorithm, which is validated from v0.7.0 on"
+
+
+def _mismatches(facts: RecipeFacts) -> Iterator[RefusedValue]:
+    """Yield what NeMo-RL's classes refuse, except in ``loss_fn``, which GM001 checks."""
+    assert facts.nemo_rl is not None
+    master = master_section(facts.nemo_rl, facts.recipe.data)
+    # Until v0.6.0, NeMo-RL does not validate recipes.
+    if master is None or not master.is_model:
+        return
+    reported_keys: set[str] = set()
+    for mismatch in mismatches(master, facts.recipe.data, ""):
+        if mismatch.key.partition(".")[0] != "loss_fn":
+            reported_keys.add(mismatch.key)
+            yield mismatch
+    # NeMo-RL does not validate the backend's own settings. Its recipes have null there for a default, and numbers as
+    # values of environment variables.
+    generation = facts.get("policy.generation")
+    backend = generation_section(facts.nemo_rl, str(facts.get("policy.generation.backend")))
+    if backend is not None and isinstance(generation, dict):
+        for mismatch in mismatches(backend, generation, "policy.generation"):
+            is_harmless = _value(mismatch.key, facts) is None or "a text" in mismatch.expected
+            if not mismatch.is_missing and not is_harmless and mismatch.key not in reported_keys:
+                yield mismatch
+
+
+@rule("GM008", "error", _SOURCE, needs=("nemo_rl",), needs_loss=False, applies_to_lab=False)
+def _wrong_type(facts: RecipeFacts) -> Iterator[Hit]:
+    """Value of a type that NeMo-RL refuses."""
+    for mismatch in _mismatches(facts):
+        key, expected = mismatch.key, mismatch.expected
+        if mismatch.is_missing or key in facts.recipe.unresolved:
+            continue
+        value = _value(key, facts)
+        name = key.rpartition(".")[2]
+        is_switch = isinstance(value, bool) and expected == "a section"
+        fix = f"write {name}: {{enabled: {as_yaml(value)}}}" if is_switch else f"write {expected}"
+        shown = as_yaml(value)
+        yield Hit(key, f"{shown if len(shown) < 60 else shown[:57] + '...'}: NeMo-RL takes {expected} here; {fix}")
+
+
+@rule("GM009", "error", _SOURCE, needs=("nemo_rl",), needs_loss=False, applies_to_lab=False)
+def _missing_key(facts: RecipeFacts) -> Iterator[Hit]:
+    """Key that NeMo-RL requires and the recipe lacks."""
+    missing: dict[str, list[str]] = {}
+    for mismatch in _mismatches(facts):
+        if mismatch.is_missing:
+            section, _, name = mismatch.key.rpartition(".")
+            missing.setdefault(section, []).append(name)
+    for section, names in missing.items():
+        yield Hit(
+            f"{section}.{names[0]}" if section else names[0],
+            f"{', '.join(names)}: NeMo-RL requires {'this key' if len(names) == 1 else 'these keys'} in "
+            f"{section or 'every recipe'}; inherit from one of NeMo-RL's recipes by defaults:, or add what is missing",
+        )
+
+
+def _value(key: str, facts: RecipeFacts) -> object:
+    """Return the value at a key such as ``a.b[0].c``; None if it is null or missing."""
+    value: object = facts.recipe.data
+    for part in key.replace("[", ".[").split("."):
+        if isinstance(value, list) and part.startswith("["):
+            value = value[int(part[1:-1])]
+        elif isinstance(value, dict):
+            value = value.get(part)
+    return value

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from nemo_geomask.recipe import Origin
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
-
-__all__ = ["Finding", "Hit", "Rule", "Severity"]
 
 Severity = Literal["error", "warning", "note"]
 
@@ -29,33 +30,22 @@ class Hit:
     origin: Origin | None = None
 
 
+RuleFunction = Callable[[RecipeFacts], Iterator[Hit]]
+
+
 @dataclass(frozen=True)
 class Rule:
-    """Check of a recipe, with the text that documents it.
-
-    Attributes:
-        id: GM and three digits, of which the first is 0 for the recipe itself, 1 for causes of mismatch, 2 for settings
-            without effect, 3 for what NeMo-RL refuses when it starts, 4 for lengths and batch sizes.
-        severity: ``error`` if training would be wrong or not start, ``warning`` if the setting is probably a mistake,
-            ``note`` if it is worth knowing; a note never changes the exit status.
-        title: noun phrase for what the rule finds, as in the table of rules.
-        source: document or code that shows the problem.
-        check: function that yields a :class:`Hit` for each setting concerned.
-        needs: attributes of :class:`RecipeFacts` without which the rule can't be checked.
-        needs_loss: False if the rule also applies to a recipe that trains no policy loss, such as one of DPO.
-        applies_to_lab: False if the rule is about sections or defaults that a recipe of ``nemo-geomask lab`` lacks.
-        may_be_ignored: False if neither ``--ignore`` nor a comment silences the rule.
-    """
+    """Check of a recipe, with the text that documents it; :func:`rule` describes the attributes."""
 
     id: str
     severity: Severity
     title: str
     source: str
-    check: Callable[[RecipeFacts], Iterator[Hit]]
-    needs: tuple[str, ...] = ()
-    needs_loss: bool = True
-    applies_to_lab: bool = True
-    may_be_ignored: bool = True
+    check: RuleFunction
+    needs: tuple[str, ...]
+    needs_loss: bool
+    applies_to_lab: bool
+    may_be_ignored: bool
 
 
 @dataclass(frozen=True)
@@ -66,3 +56,51 @@ class Finding:
     key: str
     message: str
     origin: Origin | None
+
+
+_rules: dict[str, Rule] = {}
+
+
+def rule(
+    rule_id: str,
+    severity: Severity,
+    source: str,
+    *,
+    needs: tuple[str, ...] = (),
+    needs_loss: bool = True,
+    applies_to_lab: bool = True,
+    may_be_ignored: bool = True,
+) -> Callable[[RuleFunction], RuleFunction]:
+    """Make a rule of a function that yields a :class:`Hit` for each setting concerned.
+
+    The title, a noun phrase for what the rule finds, is the first line of the function's docstring.
+
+    Args:
+        rule_id: GM and three digits, of which the first is 0 for the recipe itself, 1 for causes of mismatch, 2 for
+            settings without effect, 3 for what NeMo-RL refuses when it starts, 4 for lengths and batch sizes.
+        severity: ``error`` if training would be wrong or not start, ``warning`` if the setting is probably a mistake,
+            ``note`` if it is worth knowing; a note never changes the exit status.
+        source: document or code that shows the problem.
+        needs: attributes of :class:`RecipeFacts` without which the rule can't be checked.
+        needs_loss: False if the rule also applies to a recipe that trains no policy loss, such as one of DPO.
+        applies_to_lab: False if the rule is about sections or defaults that a recipe of ``nemo-geomask lab`` lacks.
+        may_be_ignored: False if neither ``--ignore`` nor a comment silences the rule.
+    """
+
+    def register(function: RuleFunction) -> RuleFunction:
+        assert rule_id not in _rules, f"{rule_id} is the id of another rule"
+        title = (function.__doc__ or rule_id).partition("\n")[0].rstrip(".")
+        _rules[rule_id] = Rule(
+            rule_id, severity, title, source, function, needs, needs_loss, applies_to_lab, may_be_ignored
+        )
+        return function
+
+    return register
+
+
+def load_rules() -> tuple[Rule, ...]:
+    """Return the rules of all modules beside this one whose names end with ``_rules``, by id."""
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if module.name.endswith("_rules"):
+            importlib.import_module(f"nemo_geomask.tools.check.{module.name}")
+    return tuple(_rules[rule_id] for rule_id in sorted(_rules))

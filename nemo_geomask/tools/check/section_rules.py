@@ -1,4 +1,4 @@
-"""GM004, GM005 and GM006: keys outside ``loss_fn`` that NeMo-RL does not have, and so ignores."""
+"""Keys outside ``loss_fn`` that NeMo-RL does not have, and so ignores."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from nemo_geomask.tools.check.config_classes import (
     master_sections,
 )
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
-from nemo_geomask.tools.check.rule import Hit, Rule
+from nemo_geomask.tools.check.rule import Hit, rule
 from nemo_geomask.tools.check.setting_author import nemo_rl_files, user_keys
 from nemo_geomask.tools.check.value_types import AnyOf, ListOf, Section, ValueType
-
-__all__ = ["RULES", "known_keys"]
 
 _LOSS = "loss_fn"
 _MAX_UNKNOWN_KEYS = 100
@@ -147,7 +145,9 @@ def _first_unknown_keys(facts: RecipeFacts) -> Iterator[UnknownKey]:
     return itertools.islice(_unknown_keys(facts), _MAX_UNKNOWN_KEYS)
 
 
+@rule("GM004", "error", _SOURCE, needs=("nemo_rl",), needs_loss=False, applies_to_lab=False)
 def _misspelled_loss_section(facts: RecipeFacts) -> Iterator[Hit]:
+    """Misspelled `loss_fn` section, so that another loss trains."""
     for key, origin, known_names in _first_unknown_keys(facts):
         if "." not in key and nearest(key, known_names) == _LOSS:
             yield Hit(
@@ -158,7 +158,9 @@ def _misspelled_loss_section(facts: RecipeFacts) -> Iterator[Hit]:
             )
 
 
+@rule("GM005", "warning", _SOURCE, needs=("nemo_rl",), needs_loss=False, applies_to_lab=False)
 def _unknown_section(facts: RecipeFacts) -> Iterator[Hit]:
+    """Section that NeMo-RL does not have."""
     for key, origin, known_names in _first_unknown_keys(facts):
         guess = nearest(key, known_names)
         if "." not in key and guess != _LOSS and not _is_referenced(key, facts):
@@ -178,7 +180,9 @@ def _is_referenced(section: str, facts: RecipeFacts) -> bool:
     return any(reference.search(text) for _, text in facts.recipe.files)
 
 
+@rule("GM006", "warning", _SOURCE, needs=("nemo_rl",), needs_loss=False, applies_to_lab=False)
 def _unknown_key(facts: RecipeFacts) -> Iterator[Hit]:
+    """Key that NeMo-RL does not have at this place."""
     assert facts.nemo_rl is not None
     unknown_sections: list[str] = []
     unknown_keys = _unknown_keys(facts)
@@ -247,11 +251,8 @@ def _places_of(name: str, key: str, facts: RecipeFacts) -> str:
 
     def distance(section: str) -> tuple[int, int, str]:
         parts = section.split(".") if section else []
-        first_difference = next(
-            (i for i, pair in enumerate(zip(parts, written_in, strict=False)) if len(set(pair)) > 1), None
-        )
-        shared_parts = min(len(parts), len(written_in)) if first_difference is None else first_difference
-        return (-shared_parts, len(parts), section)
+        shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(parts, written_in, strict=False))
+        return (-len(list(shared)), len(parts), section)
 
     nearest_sections = sorted(present, key=distance)[:2]
     return " or ".join(f"{section}.{name}" if section else name for section in nearest_sections)
@@ -277,37 +278,3 @@ def _is_in_source(checkout: Path, name: str) -> bool:
     """Return True if NeMo-RL's source has the name in quotes or as an attribute, by which it could read a key."""
     mention = re.compile(rf"""["']{re.escape(name)}["']|\.{re.escape(name)}\b|\b{re.escape(name)}\s*[:=]""")
     return any(name in text and mention.search(text) for text in _source_texts(checkout))
-
-
-RULES = (
-    Rule(
-        "GM004",
-        "error",
-        "misspelled `loss_fn` section, so that another loss trains",
-        _SOURCE,
-        _misspelled_loss_section,
-        needs=("nemo_rl",),
-        needs_loss=False,
-        applies_to_lab=False,
-    ),
-    Rule(
-        "GM005",
-        "warning",
-        "section that NeMo-RL does not have",
-        _SOURCE,
-        _unknown_section,
-        needs=("nemo_rl",),
-        needs_loss=False,
-        applies_to_lab=False,
-    ),
-    Rule(
-        "GM006",
-        "warning",
-        "key that NeMo-RL does not have at this place",
-        _SOURCE,
-        _unknown_key,
-        needs=("nemo_rl",),
-        needs_loss=False,
-        applies_to_lab=False,
-    ),
-)

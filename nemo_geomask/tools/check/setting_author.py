@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from nemo_geomask.recipe import Origin
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 
-__all__ = ["nearest_to_user", "nemo_rl_files", "user_keys"]
-
 
 def nemo_rl_files(facts: RecipeFacts) -> dict[str, str]:
     """Return path and text of the inherited files that lie in the NeMo-RL checkout.

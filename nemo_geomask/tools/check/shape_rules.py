@@ -1,4 +1,4 @@
-"""GM334 to GM336: parallel sizes that the model's heads and layers, or its backend, do not allow."""
+"""Parallel sizes that the model's heads and layers, or its backend, do not allow."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from collections.abc import Iterator
 from nemo_geomask.tools.check.model_shapes import ModelShape, shape_of
 from nemo_geomask.tools.check.parallel_layout import layout_keys, trained_sections
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
-from nemo_geomask.tools.check.rule import Hit, Rule
-
-__all__ = ["RULES"]
+from nemo_geomask.tools.check.rule import Hit, rule
 
 
-def _size(key: str, facts: RecipeFacts) -> int:
-    return int(facts.number(key) or 1)
-
-
+@rule(
+    "GM334",
+    "error",
+    "NeMo-RL `validate_and_prepare_config` (automodel/setup.py), `DTensorPolicyWorker.__init__`",
+    needs_loss=False,
+)
 def _context_parallel_of_dtensor(facts: RecipeFacts) -> Iterator[Hit]:
+    """Context parallelism under DTensor with packed sequences, or with sequence parallelism."""
     for section in trained_sections(facts):
         if not facts.is_true(f"{section}.dtensor_cfg.enabled"):
             continue
         key = f"{section}.dtensor_cfg.context_parallel_size"
         packing = f"{section}.sequence_packing.enabled"
         sequence_parallel = f"{section}.dtensor_cfg.sequence_parallel"
-        size = _size(key, facts)
+        size = facts.size(key)
         if size > 1 and facts.is_true(packing):
             yield Hit(
                 key,
                 f"{size} excludes {packing}: true under DTensor; set one of them to 1 or false, or train with Megatron",
             )
-        tp = _size(f"{section}.dtensor_cfg.tensor_parallel_size", facts)
+        tp = facts.size(f"{section}.dtensor_cfg.tensor_parallel_size")
         if size > 1 and tp > 1 and facts.is_true(sequence_parallel):
             yield Hit(
                 key,
@@ -42,10 +43,17 @@ def _shape(section: str, facts: RecipeFacts) -> ModelShape | None:
     return shape_of(str(facts.get(f"{section}.model_name", "")))
 
 
+@rule(
+    "GM335",
+    "error",
+    "Megatron-LM `TransformerConfig`; NeMo-RL `_parallelize_model` (dtensor/parallelize.py)",
+    needs_loss=False,
+)
 def _heads(facts: RecipeFacts) -> Iterator[Hit]:
+    """Tensor-parallel size that does not divide the attention heads."""
     for section in trained_sections(facts):
         shape, key = _shape(section, facts), layout_keys(facts, section)["tp"]
-        tp = _size(key, facts)
+        tp = facts.size(key)
         if shape is None or not shape.heads or tp < 1:
             continue
         name = facts.get(f"{section}.model_name")
@@ -68,12 +76,14 @@ def _heads(facts: RecipeFacts) -> Iterator[Hit]:
                 )
 
 
+@rule("GM336", "error", "Megatron-LM `TransformerConfig`, `get_num_layers_to_build`", needs_loss=False)
 def _layers(facts: RecipeFacts) -> Iterator[Hit]:
+    """Pipeline-parallel size that does not divide the layers."""
     for section in trained_sections(facts):
         shape, key = _shape(section, facts), f"{section}.megatron_cfg.pipeline_model_parallel_size"
         if shape is None or not facts.is_true(f"{section}.megatron_cfg.enabled"):
             continue
-        stages, layers = _size(key, facts), shape.layers
+        stages, layers = facts.size(key), shape.layers
         ends = {
             f"num_layers_in_{end}_pipeline_stage": facts.number(
                 f"{section}.megatron_cfg.num_layers_in_{end}_pipeline_stage"
@@ -98,31 +108,3 @@ def _layers(facts: RecipeFacts) -> Iterator[Hit]:
                 f"{stages} with {counts} leaves {middle_layers} of {layers} layers to {middle_stages} stages, which "
                 "does not divide; change one of these",
             )
-
-
-RULES = (
-    Rule(
-        "GM334",
-        "error",
-        "context parallelism under DTensor with packed sequences, or with sequence parallelism",
-        "NeMo-RL `validate_and_prepare_config` (automodel/setup.py), `DTensorPolicyWorker.__init__`",
-        _context_parallel_of_dtensor,
-        needs_loss=False,
-    ),
-    Rule(
-        "GM335",
-        "error",
-        "tensor-parallel size that does not divide the attention heads",
-        "Megatron-LM `TransformerConfig`; NeMo-RL `_parallelize_model` (dtensor/parallelize.py)",
-        _heads,
-        needs_loss=False,
-    ),
-    Rule(
-        "GM336",
-        "error",
-        "pipeline-parallel size that does not divide the layers",
-        "Megatron-LM `TransformerConfig`, `get_num_layers_to_build`",
-        _layers,
-        needs_loss=False,
-    ),
-)

@@ -1,18 +1,31 @@
-"""GM216 to GM218, GM338: validation that measures nothing, and checkpoints that are ranked by nothing."""
+"""Validation and rankings of checkpoints that measure nothing, and changes of rewards that never apply or fail."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from nemo_geomask.config.strict import as_yaml
+from nemo_geomask.hosts.nemo_rl.facts import calls_dynamic_sampling_in_ppo, single_controller_lacks
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
-from nemo_geomask.tools.check.rule import Hit, Rule
-
-__all__ = ["RULES"]
+from nemo_geomask.tools.check.rule import Hit, rule
 
 _METRIC = "checkpointing.metric_name"
 _MAX_LEFT_OUT = 0.1  # share of the validation samples that may be left out without a warning
 _LARGER_IS_BETTER = ("accuracy", "reward")
+
+
+_VALIDATE = "NeMo-RL `validate` (grpo.py): `max_val_samples // val_batch_size` batches"
+
+
+_REWARD_STEPS = {
+    "grpo.use_dynamic_sampling": "use_dynamic_sampling",
+    "grpo.overlong_filtering": "overlong_filtering",
+    "grpo.reward_scaling.enabled": "reward_scaling",
+    "grpo.reward_shaping.enabled": "reward_shaping",
+}
+"""Switches of what `grpo_train` does with a batch's rewards, and the word for it in NeMo-RL's source."""
+_SHAPING = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
+_SHAPE = "NeMo-RL `apply_reward_shaping` (algorithms/reward_functions.py)"
 
 
 def _validates(facts: RecipeFacts) -> bool:
@@ -31,7 +44,9 @@ def _validation_batches(facts: RecipeFacts) -> tuple[int, int] | None:
     return (int(samples), int(batch)) if _validates(facts) and samples and batch and batch >= 1 else None
 
 
+@rule("GM216", "error", _VALIDATE, applies_to_lab=False)
 def _no_validation_batch(facts: RecipeFacts) -> Iterator[Hit]:
+    """Validation without a batch."""
     sizes = _validation_batches(facts)
     if sizes is not None and sizes[0] < sizes[1]:
         yield Hit(
@@ -41,7 +56,9 @@ def _no_validation_batch(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM217", "warning", _VALIDATE, applies_to_lab=False)
 def _partial_validation_batch(facts: RecipeFacts) -> Iterator[Hit]:
+    """Validation samples that are left out."""
     sizes = _validation_batches(facts)
     if sizes is not None and sizes[0] > sizes[1] and sizes[0] % sizes[1] > _MAX_LEFT_OUT * sizes[0]:
         used = sizes[0] // sizes[1] * sizes[1]
@@ -52,7 +69,9 @@ def _partial_validation_batch(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM218", "warning", "NeMo-RL `CheckpointManager`, `grpo_train`", applies_to_lab=False)
 def _unranked_checkpoints(facts: RecipeFacts) -> Iterator[Hit]:
+    """Checkpoints that are not ranked by their metric, or by the wrong end of it."""
     metric = facts.get(_METRIC)
     saves = facts.is_true("checkpointing.enabled") and facts.number("checkpointing.keep_top_k")
     if not saves or not isinstance(metric, str):
@@ -81,7 +100,9 @@ def _unranked_checkpoints(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+@rule("GM338", "error", "NeMo-RL `grpo_train`", applies_to_lab=False)
 def _unknown_metric(facts: RecipeFacts) -> Iterator[Hit]:
+    """Metric of checkpoints that NeMo-RL does not have."""
     metric = facts.get(_METRIC)
     if not facts.is_true("checkpointing.enabled") or not isinstance(metric, str):
         return
@@ -99,32 +120,78 @@ def _unknown_metric(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
-_VALIDATE = "NeMo-RL `validate` (grpo.py): `max_val_samples // val_batch_size` batches"
-
-RULES = (
-    Rule("GM216", "error", "validation without a batch", _VALIDATE, _no_validation_batch, applies_to_lab=False),
-    Rule(
-        "GM217",
-        "warning",
-        "validation samples that are left out",
-        _VALIDATE,
-        _partial_validation_batch,
-        applies_to_lab=False,
-    ),
-    Rule(
-        "GM218",
-        "warning",
-        "checkpoints that are not ranked by their metric, or by the wrong end of it",
-        "NeMo-RL `CheckpointManager`, `grpo_train`",
-        _unranked_checkpoints,
-        applies_to_lab=False,
-    ),
-    Rule(
-        "GM338",
-        "error",
-        "metric of checkpoints that NeMo-RL does not have",
-        "NeMo-RL `grpo_train`",
-        _unknown_metric,
-        applies_to_lab=False,
-    ),
+@rule(
+    "GM225", "error", "NeMo-RL `SingleController` (algorithms/single_controller.py), `ppo_train`", applies_to_lab=False
 )
+def _ignored_reward_step(facts: RecipeFacts) -> Iterator[Hit]:
+    """Change of the rewards that NeMo-RL's trainer ignores."""
+    if facts.uses_single_controller:
+        for key, word in _REWARD_STEPS.items():
+            if facts.is_true(key) and (facts.nemo_rl is None or single_controller_lacks(facts.nemo_rl, word)):
+                yield Hit(
+                    key,
+                    "true has no effect: NeMo-RL's single controller, which a section async_rl selects, does not "
+                    "implement it; set false, or remove async_rl and start examples/run_grpo.py",
+                )
+    key = "ppo.use_dynamic_sampling"
+    if facts.is_true(key) and (facts.nemo_rl is None or not calls_dynamic_sampling_in_ppo(facts.nemo_rl)):
+        yield Hit(key, "true has no effect: NeMo-RL's PPO keeps every prompt; set false, and ppo.batch_multiplier: 1.0")
+
+
+def _shapes_by_length(facts: RecipeFacts) -> bool:
+    """Return True if DAPO's penalty on the length shapes the rewards.
+
+    Asynchronous trainers refuse shaped rewards (GM328), and the single controller ignores them (GM225).
+    """
+    section = f"{facts.algorithm}.reward_shaping"
+    is_applied = facts.is_true(f"{section}.enabled") and not (facts.is_async or facts.uses_single_controller)
+    return is_applied and facts.get(f"{section}.stop_properly_penalty_coef") is None
+
+
+@rule("GM345", "error", _SHAPE, applies_to_lab=False)
+def _shaping_that_fails(facts: RecipeFacts) -> Iterator[Hit]:
+    """Shaped rewards with missing or impossible settings."""
+    section = f"{facts.algorithm}.reward_shaping"
+    if not _shapes_by_length(facts):
+        return
+    missing = [name for name in _SHAPING if facts.get(f"{section}.{name}") is None]
+    if missing:
+        yield Hit(
+            f"{section}.{missing[0]}",
+            f"{' and '.join(missing)} not set: {section}.enabled: true needs all of {', '.join(_SHAPING)}, or "
+            "stop_properly_penalty_coef alone; without them NeMo-RL stops at the first training batch",
+        )
+    buffer, penalty = (facts.number(f"{section}.{name}") for name in _SHAPING[:2])
+    if buffer is not None and buffer <= 0:
+        yield Hit(
+            f"{section}.overlong_buffer_length",
+            f"{buffer:g} is not above 0, and NeMo-RL divides by it; set the number of tokens over which the penalty "
+            "grows",
+        )
+    if penalty is not None and penalty < 0:
+        yield Hit(
+            f"{section}.overlong_buffer_penalty",
+            f"{as_yaml(penalty)} is negative, and NeMo-RL stops at the first training batch; set {-penalty:g}",
+        )
+
+
+@rule("GM410", "warning", _SHAPE, applies_to_lab=False)
+def _length_penalty_out_of_reach(facts: RecipeFacts) -> Iterator[Hit]:
+    """Length penalty that no response can reach."""
+    section = f"{facts.algorithm}.reward_shaping"
+    buffer, _, longest = (facts.number(f"{section}.{name}") for name in _SHAPING)
+    context = "policy.generation.vllm_cfg.max_model_len"
+    if not facts.uses_vllm or facts.number(context) is None:
+        context = "policy.max_total_sequence_length"
+    limits = {key: limit for key in ("policy.generation.max_new_tokens", context) if (limit := facts.number(key))}
+    if not _shapes_by_length(facts) or buffer is None or longest is None or buffer <= 0 or not limits:
+        return
+    key = min(limits, key=lambda key: limits[key])
+    limit = limits[key]
+    if limit <= longest - buffer:
+        fix = f"set {limit:g}" if buffer < limit else f"set {limit:g}, and overlong_buffer_length: {limit // 4:g} or so"
+        yield Hit(
+            f"{section}.max_response_length",
+            f"{longest:g}: the penalty begins at {longest - buffer:g} tokens (max_response_length - "
+            f"overlong_buffer_length), but {key} limits responses to {limit:g}, so it never applies; {fix}",
+        )

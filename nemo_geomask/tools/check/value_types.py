@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from nemo_geomask.config.strict import as_yaml
 
-__all__ = ["ANYTHING", "AnyOf", "ListOf", "OneOf", "Open", "RefusedValue", "Scalar", "Section", "ValueType"]
-
 
 class RefusedValue(NamedTuple):
     """Value that its type refuses.
@@ -29,14 +27,6 @@ class RefusedValue(NamedTuple):
 class ValueType:
     """Type that accepts every value; the base class of all others."""
 
-    def describe(self) -> str:
-        """Return a description of what the type accepts, for error messages."""
-        return "any value"
-
-    def mismatches(self, value: Any, key: str) -> Iterator[RefusedValue]:
-        """Yield what the type refuses in a value at ``key``."""
-        yield from ()
-
 
 ANYTHING = ValueType()
 
@@ -50,46 +40,12 @@ class Scalar(ValueType):
 
     name: str
 
-    def describe(self) -> str:
-        """Return a description of what the type accepts, for error messages."""
-        return _SCALAR_NAMES[self.name]
-
-    def mismatches(self, value: Any, key: str) -> Iterator[RefusedValue]:
-        """Yield what the type refuses in a value at ``key``."""
-        if not self._accepts(value):
-            yield RefusedValue(key, self.describe())
-
-    def _accepts(self, value: Any) -> bool:
-        """Return True if pydantic takes the value, as it is or converted without loss."""
-        if self.name == "str":
-            return isinstance(value, str)
-        if self.name == "bool":
-            return value in (0, 1) if isinstance(value, int | float) else str(value).lower() in _BOOLEAN_TEXTS
-        if not isinstance(value, int | float | str):
-            return False
-        if self.name == "int" and isinstance(value, int):
-            return True
-        try:
-            number = float(value)
-        except (ValueError, OverflowError):
-            return False
-        return self.name == "float" or number.is_integer()
-
 
 @dataclass(frozen=True)
 class OneOf(ValueType):
     """One of several given values; null is ``None``."""
 
     values: tuple[Any, ...]
-
-    def describe(self) -> str:
-        """Return a description of what the type accepts, for error messages."""
-        return " or ".join("null" if value is None else as_yaml(value) for value in self.values)
-
-    def mismatches(self, value: Any, key: str) -> Iterator[RefusedValue]:
-        """Yield what the type refuses in a value at ``key``."""
-        if not any(type(value) is type(allowed) and value == allowed for allowed in self.values):
-            yield RefusedValue(key, self.describe())
 
 
 @dataclass(frozen=True)
@@ -98,36 +54,12 @@ class ListOf(ValueType):
 
     item: ValueType
 
-    def describe(self) -> str:
-        """Return a description of what the type accepts, for error messages."""
-        return "a list"
-
-    def mismatches(self, value: Any, key: str) -> Iterator[RefusedValue]:
-        """Yield what the type refuses in a value at ``key``."""
-        if not isinstance(value, list):
-            yield RefusedValue(key, self.describe())
-            return
-        for index, item in enumerate(value):
-            yield from self.item.mismatches(item, f"{key}[{index}]")
-
 
 @dataclass(frozen=True)
 class Open(ValueType):
     """Mapping with any keys, whose values have one type."""
 
     item: ValueType
-
-    def describe(self) -> str:
-        """Return a description of what the type accepts, for error messages."""
-        return "a section"
-
-    def mismatches(self, value: Any, key: str) -> Iterator[RefusedValue]:
-        """Yield what the type refuses in a value at ``key``."""
-        if not isinstance(value, Mapping):
-            yield RefusedValue(key, self.describe())
-            return
-        for name, item in value.items():
-            yield from self.item.mismatches(item, f"{key}.{name}")
 
 
 @dataclass(frozen=True)
@@ -146,22 +78,6 @@ class Section(ValueType):
     required: frozenset[str] = frozenset()
     is_model: bool = False
 
-    def describe(self) -> str:
-        """Return a description of what the type accepts, for error messages."""
-        return "a section"
-
-    def mismatches(self, value: Any, key: str) -> Iterator[RefusedValue]:
-        """Yield what the type refuses in a value at ``key``."""
-        if not isinstance(value, Mapping):
-            yield RefusedValue(key, self.describe())
-            return
-        prefix = f"{key}." if key else ""
-        for name, field in self.fields.items():
-            if name in value:
-                yield from field.mismatches(value[name], f"{prefix}{name}")
-            elif name in self.required:
-                yield RefusedValue(f"{prefix}{name}", field.describe(), is_missing=True)
-
 
 @dataclass(frozen=True)
 class AnyOf(ValueType):
@@ -177,32 +93,79 @@ class AnyOf(ValueType):
             flat += member.members if isinstance(member, AnyOf) else [member]
         return ANYTHING if any(type(member) is ValueType for member in flat) else cls(tuple(flat))
 
-    def describe(self) -> str:
-        """Return a description of what the type accepts, for error messages."""
-        return " or ".join(dict.fromkeys(member.describe() for member in self.members))
 
-    def mismatches(self, value: Any, key: str) -> Iterator[RefusedValue]:
-        """Yield what the type refuses in a value at ``key``."""
-        by_member = [list(member.mismatches(value, key)) for member in self._candidates(value)]
-        if any(not refused_values for refused_values in by_member):
-            return
-        if len(by_member) == 1:
-            yield from by_member[0]
-        elif by_member and isinstance(value, Mapping | list):
-            yield from min(by_member, key=len)
-        else:
-            yield RefusedValue(key, self.describe())
+def mismatches(expected: ValueType, value: Any, key: str) -> Iterator[RefusedValue]:
+    """Yield what a type refuses in a value at a dotted key."""
+    match expected:
+        case Scalar(name) if not _is_scalar(name, value):
+            yield RefusedValue(key, _describe(expected))
+        case OneOf(values) if not any(type(value) is type(allowed) and value == allowed for allowed in values):
+            yield RefusedValue(key, _describe(expected))
+        case ListOf(item) if isinstance(value, list):
+            for index, inner in enumerate(value):
+                yield from mismatches(item, inner, f"{key}[{index}]")
+        case Open(item) if isinstance(value, Mapping):
+            for name, inner in value.items():
+                yield from mismatches(item, inner, f"{key}.{name}")
+        case Section(fields=fields, required=required) if isinstance(value, Mapping):
+            prefix = f"{key}." if key else ""
+            for name, field in fields.items():
+                if name in value:
+                    yield from mismatches(field, value[name], f"{prefix}{name}")
+                elif name in required:
+                    yield RefusedValue(f"{prefix}{name}", _describe(field), is_missing=True)
+        case ListOf() | Open() | Section():
+            yield RefusedValue(key, _describe(expected))
+        case AnyOf():
+            by_member = [list(mismatches(member, value, key)) for member in _candidates(expected, value)]
+            if all(by_member):
+                if len(by_member) == 1 or (by_member and isinstance(value, Mapping | list)):
+                    yield from min(by_member, key=len)
+                else:
+                    yield RefusedValue(key, _describe(expected))
 
-    def _candidates(self, value: Any) -> list[ValueType]:
-        """Return the members that a value may be meant to be; for a mapping, the sections that take its ``enabled``."""
-        if not isinstance(value, Mapping):
-            return list(self.members)
-        sections: list[ValueType] = [member for member in self.members if isinstance(member, Section | Open)]
-        enabled: list[ValueType] = [
-            section
-            for section in sections
-            if isinstance(section, Section)
-            and (switch := section.fields.get("enabled"))
-            and not any(switch.mismatches(value.get("enabled"), ""))
-        ]
-        return enabled or sections or list(self.members)
+
+def _describe(expected: ValueType) -> str:
+    """Return a description of what a type accepts, for error messages."""
+    match expected:
+        case Scalar(name):
+            return _SCALAR_NAMES[name]
+        case OneOf(values):
+            return " or ".join("null" if value is None else as_yaml(value) for value in values)
+        case AnyOf(members):
+            return " or ".join(dict.fromkeys(map(_describe, members)))
+        case ListOf():
+            return "a list"
+    return "a section" if isinstance(expected, Open | Section) else "any value"
+
+
+def _is_scalar(name: str, value: Any) -> bool:
+    """Return True if pydantic takes the value as a scalar, as it is or converted without loss."""
+    if name == "str":
+        return isinstance(value, str)
+    if name == "bool":
+        return value in (0, 1) if isinstance(value, int | float) else str(value).lower() in _BOOLEAN_TEXTS
+    if not isinstance(value, int | float | str):
+        return False
+    if name == "int" and isinstance(value, int):
+        return True
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return False
+    return name == "float" or number.is_integer()
+
+
+def _candidates(union: AnyOf, value: Any) -> list[ValueType]:
+    """Return the members that a value may be meant to be; for a mapping, the sections that take its ``enabled``."""
+    if not isinstance(value, Mapping):
+        return list(union.members)
+    sections: list[ValueType] = [member for member in union.members if isinstance(member, Section | Open)]
+    enabled: list[ValueType] = [
+        section
+        for section in sections
+        if isinstance(section, Section)
+        and (switch := section.fields.get("enabled"))
+        and not any(mismatches(switch, value.get("enabled"), ""))
+    ]
+    return enabled or sections or list(union.members)

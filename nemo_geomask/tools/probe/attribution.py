@@ -14,9 +14,9 @@ from typing import Any
 from nemo_geomask.tools.probe.arm_runner import NOTHING, SIDES, Arm, ArmRunner, Side
 from nemo_geomask.tools.probe.gap_statistics import Gap, GapChange, change_between, gap, shapley
 from nemo_geomask.tools.probe.ledger import NEGLIGIBLE_K3, SIGNIFICANT, Ledger, LedgerRow, verdict_of
+from nemo_geomask.tools.probe.paired_tests import holm
 from nemo_geomask.tools.probe.scored_arms import BASE
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch
-from nemo_geomask.tools.shared.paired_tests import holm
 
 _TOP = 3
 """Number of switches that are examined further: on fresh prompts, as the last one missing, and in all orders."""

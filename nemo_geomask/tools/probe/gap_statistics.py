@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_geomask.optional import require
+from nemo_geomask.tools.probe.paired_tests import sign_flip_p
 from nemo_geomask.tools.shared.intervals import percentile_interval
-from nemo_geomask.tools.shared.paired_tests import sign_flip_p
 
 numpy: Any = require("numpy", "the probe's statistics need", "diagnose")
 

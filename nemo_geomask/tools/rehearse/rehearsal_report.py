@@ -6,9 +6,10 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from nemo_geomask.tools.rehearse.control_run import Comparison
+from nemo_geomask.tools.rehearse.json_format import RehearsalJson
 from nemo_geomask.tools.rehearse.mismatch_check import Mismatch
 from nemo_geomask.tools.rehearse.plan import Plan
 from nemo_geomask.tools.rehearse.rehearsal import Rehearsal
@@ -202,10 +203,9 @@ def _resumed(rehearsal: Rehearsal) -> Iterator[str]:
         yield f"  likely: {rehearsal.resume_cause.key}: {rehearsal.resume_cause.message}"
 
 
-def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
+def as_json(rehearsal: Rehearsal) -> RehearsalJson:
     """Return the whole report as JSON values; numbers that are not finite are None."""
-    fields: dict[str, Any] = replace_nonfinite(_fields(rehearsal))
-    return fields
+    return cast(RehearsalJson, replace_nonfinite(_fields(rehearsal)))
 
 
 def _fields(rehearsal: Rehearsal) -> dict[str, Any]:

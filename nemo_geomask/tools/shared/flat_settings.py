@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -12,11 +12,14 @@ def differing_keys(settings: Mapping[str, Any], other: Mapping[str, Any]) -> lis
 
 
 def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings as one mapping with dotted keys."""
-    flat: dict[str, Any] = {}
+    """Return nested settings as one mapping with dotted keys behind a prefix, without empty sections."""
+    return {key: value for key, value in iterate_settings(settings, prefix) if not isinstance(value, Mapping)}
+
+
+def iterate_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each setting; that of an empty section is the section."""
     for key, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= flatten_settings(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping) and value:
+            yield from iterate_settings(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+            yield f"{prefix}{key}", value

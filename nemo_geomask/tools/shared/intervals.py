@@ -38,18 +38,6 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
     return mean - half, mean + half
 
 
-def format_mean(values: Sequence[float]) -> str:
-    """Return the mean of differences with its interval as text, ``+0.045 (+0.022 to +0.068)``; "–" without a value."""
-    if not values:
-        return "–"
-    return f"{fmean(values):+.3f}{format_interval(mean_interval(values))}"
-
-
-def format_interval(interval: tuple[float, float] | None, number_format: str = "+.3f") -> str:
-    """Return an interval as text behind an estimate, `` (+0.022 to +0.068)``; empty for None."""
-    return "" if interval is None else " ({} to {})".format(*(format(end, number_format) for end in interval))
-
-
 def percentile_interval(replicates: Any) -> tuple[float, float]:
     """Return the percentiles of bootstrap replicates that enclose 95 % of them.
 

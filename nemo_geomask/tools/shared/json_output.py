@@ -6,15 +6,19 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from nemo_geomask.tools.shared.atomic_write import write_atomically
 
-JSON_VERSION = 1
+JSON_VERSION: Final = 1
 """Value of ``version`` in the JSON of every command.
 
 It grows when a key is removed, renamed or gets another meaning. New keys may come under the same version.
 """
+
+Number = float | None
+"""Type of a number in JSON; one that is not finite is null."""
+Interval = tuple[Number, Number]
 
 
 def replace_nonfinite(value: Any) -> Any:

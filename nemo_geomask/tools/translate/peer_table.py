@@ -7,27 +7,16 @@ from __future__ import annotations
 
 import functools
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.translate.setting_values import UNRESOLVED, is_one_of, nested, shortened
-
-__all__ = [
-    "LOSS_WORDS",
-    "NO_BOUND",
-    "Assign",
-    "Conversion",
-    "Peer",
-    "PeerSettings",
-    "Remark",
-    "convert_value",
-    "weight_settings",
-    "without_counterpart",
-]
 
 LOSS_WORDS = re.compile(
     "loss|kl(?![a-z])|clip|entropy|coef|log_?prob|logp|ratio(?!n)|mask|importance|advantage|reject|correct|off_?policy|"
@@ -139,9 +128,6 @@ class Peer:
         sections: sections of which all settings concern the loss, so that an unknown setting in them is reported.
         mappings: names of settings whose values are mappings.
         marks: patterns (``fnmatch``) of settings that only this system has; they identify it.
-        unrelated: names and patterns of settings that do not reach the loss. A pattern with ``*`` does not cover a
-            setting whose name speaks of a loss (:data:`LOSS_WORDS`); one with ``**`` does. A setting that no table and
-            no pattern has is reported as not read.
         programs: patterns of the programs and classes that train with this loss, each with the settings that it
             changes from ``defaults``.
         other_programs: patterns of the system's programs that train without this loss.
@@ -162,7 +148,6 @@ class Peer:
     sections: tuple[str, ...] = ()
     mappings: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
-    unrelated: tuple[str, ...] = ()
     programs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     other_programs: tuple[str, ...] = ()
     config_options: tuple[str, ...] = ()
@@ -194,6 +179,19 @@ class Peer:
         for name in (*self.defaults, *self.outside_loss_fn):
             names.setdefault(name.rpartition(".")[2], []).append(name)
         return names
+
+    @functools.cached_property
+    def unrelated(self) -> tuple[str, ...]:
+        """Names and patterns of settings that do not reach the loss, from ``peers/unrelated_settings.toml``.
+
+        A pattern with ``*`` does not cover a setting whose name speaks of a loss (:data:`LOSS_WORDS`); one with ``**``
+        does. A setting that no table and no pattern has is reported as not read.
+        """
+        return tuple(
+            f"{section}.{name}" if section else name
+            for section, names in _unrelated_tables()[self.name].items()
+            for name in names.split()
+        )
 
     def is_unrelated(self, key: str) -> bool:
         """Return True if the setting is known not to concern the loss."""
@@ -238,6 +236,11 @@ class Peer:
                     raise ConfigError(f"{key}: {mapping} is a value elsewhere and can't hold settings")
                 items[key.removeprefix(f"{mapping}.")] = value
         return {key: nested(value) if isinstance(value, dict) else value for key, value in grouped.items()}
+
+
+@functools.cache
+def _unrelated_tables() -> dict[str, dict[str, str]]:
+    return tomllib.loads((Path(__file__).parent / "peers" / "unrelated_settings.toml").read_text(encoding="utf-8"))
 
 
 def _covers(pattern: str, key: str) -> bool:

@@ -15,8 +15,6 @@ from nemo_geomask.tools.translate.peers import PEERS
 from nemo_geomask.tools.translate.setting_values import UNRESOLVED, is_one_of
 from nemo_geomask.tools.translate.shell_reader import ProgramRun
 
-__all__ = ["SettingsFile", "check_programs", "peer_by_name", "recognise", "select_runs"]
-
 
 @dataclass(frozen=True)
 class SettingsFile:

@@ -8,8 +8,6 @@ from typing import Any
 
 from nemo_geomask.tools.translate.setting_values import parse_value
 
-__all__ = ["resolve_references"]
-
 _REFERENCE = re.compile(r"\$\{\s*(\.*[\w.]+)\s*\}")
 _SELECTION = re.compile(r"\$\{\s*oc\.select\s*:\s*(\.*[\w.]+)\s*(?:,(.*))?\}", re.DOTALL)
 _DEPTH = 10

@@ -1,26 +1,15 @@
-"""Values of settings: nested and dotted names, text read as YAML, and values that a file does not contain."""
+"""Values of settings: nested and dotted names, text read as YAML, and limits of what a file expands to."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Container, Hashable, Mapping
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from nemo_geomask.errors import ConfigError
-from nemo_geomask.recipe.input_limits import limit_error, load_yaml
-from nemo_geomask.tools.translate.expansion_limits import ExpansionBudget
-
-__all__ = [
-    "NUMBER",
-    "UNRESOLVED",
-    "convert_numbers",
-    "flat",
-    "is_one_of",
-    "nested",
-    "parse_value",
-    "parse_yaml",
-    "shortened",
-]
+from nemo_geomask.errors import ConfigError, InputLimitError
+from nemo_geomask.recipe.input_limits import current_limits, limit_error, load_yaml
+from nemo_geomask.tools.shared.flat_settings import iterate_settings
 
 UNRESOLVED = "$"
 """Mark in a value that the file does not contain: a shell or configuration variable, or a Python expression."""
@@ -28,6 +17,46 @@ NUMBER = re.compile(r"[-+]?(\d++(\.\d*+)?|\.\d++)([eE][-+]?\d++)?")
 _SHOWN = 200
 _PLAIN_WORD = re.compile(r"[A-Za-z_/][\w./-]*+")
 _YAML_WORDS = ("yes", "no", "true", "false", "on", "off", "null")
+
+
+class ExpansionBudget:
+    """Count of what a file expands to, which raises InputLimitError as soon as a limit of input is exceeded.
+
+    Args:
+        source: the file, for errors.
+    """
+
+    _LIMITS: ClassVar = {
+        "characters": ("total_characters", "variables or full names of settings have more than {} characters"),
+        "words": ("nodes", "there are more than {} words, each variable replaced"),
+        "items": ("nodes", "the values of settings hold more than {} items"),
+        "files": ("files", "more than {} files are sourced"),
+    }
+    """By what is counted: the limit, and the words of its error. Items of YAML are its commas and line breaks."""
+
+    def __init__(self, source: object) -> None:
+        self.source = source
+        self.limits = current_limits()
+        self._counts = Counter[str]()
+
+    def add(self, kind: Literal["characters", "words", "items", "files"], count: int) -> None:
+        """Add to a count."""
+        self._counts[kind] += count
+        name, excess = self._LIMITS[kind]
+        limit = getattr(self.limits, name)
+        if self._counts[kind] > limit:
+            raise InputLimitError(
+                f"{self.source}: {excess.format(f'{limit:,}')}, which is over the limit {name}; if the file is right, "
+                f"raise it with --limit {name}=NUMBER"
+            )
+
+
+def check_code(text: str, source: object) -> str:
+    """Return the text of a program or script; raise InputLimitError if it is longer than ``string_characters``."""
+    limits = current_limits()
+    if len(text) > limits.string_characters:
+        raise limit_error("string_characters", source, limits, len(text))
+    return text
 
 
 def flat(settings: Mapping[str, Any], source: object = "settings") -> dict[str, Any]:
@@ -42,19 +71,11 @@ def flat(settings: Mapping[str, Any], source: object = "settings") -> dict[str, 
     """
     by_name: dict[str, Any] = {}
     budget = ExpansionBudget(source)
-
-    def add(mapping: Mapping[str, Any], section: str) -> None:
-        for key, value in mapping.items():
-            name = f"{section}{key}"
-            budget.add_characters(len(name))
-            if name.count(".") > budget.limits.nesting:
-                raise limit_error("nesting", source, budget.limits)
-            if isinstance(value, Mapping) and value:
-                add(value, f"{name}.")
-            else:
-                by_name[name] = value
-
-    add(settings, "")
+    for name, value in iterate_settings(settings):
+        budget.add("characters", len(name))
+        if name.count(".") > budget.limits.nesting:
+            raise limit_error("nesting", source, budget.limits)
+        by_name[name] = value
     return by_name
 
 

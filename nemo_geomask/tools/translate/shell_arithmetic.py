@@ -6,8 +6,6 @@ import ast
 import operator
 from collections.abc import Callable
 
-__all__ = ["evaluate_arithmetic"]
-
 _MAX_CHARACTERS = 1000
 _MAX_VALUE = 2**63
 

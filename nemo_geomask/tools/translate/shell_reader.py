@@ -14,13 +14,17 @@ from typing import Any
 
 from nemo_geomask.errors import InputLimitError
 from nemo_geomask.recipe.input_limits import read_text
-from nemo_geomask.tools.translate.command_line import ARRAY, program_and_arguments, settings_of_words
-from nemo_geomask.tools.translate.expansion_limits import ExpansionBudget, check_code
-from nemo_geomask.tools.translate.setting_values import UNRESOLVED
+from nemo_geomask.tools.translate.setting_values import UNRESOLVED, ExpansionBudget, check_code
 from nemo_geomask.tools.translate.shell_arithmetic import evaluate_arithmetic
-from nemo_geomask.tools.translate.shell_words import ScriptCommand, ScriptScanner, ScriptWord, split_commands
-
-__all__ = ["ProgramRun", "line_settings", "program_runs"]
+from nemo_geomask.tools.translate.shell_words import (
+    ARRAY,
+    ScriptCommand,
+    ScriptScanner,
+    ScriptWord,
+    program_and_arguments,
+    settings_of_words,
+    split_commands,
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class _Script:
 
     def run(self, text: str) -> None:
         for command in ScriptScanner(check_code(text, self.budget.source)).commands():
-            self.budget.add_words(len(command.words) + sum(map(len, command.arrays.values())))
+            self.budget.add("words", len(command.words) + sum(map(len, command.arrays.values())))
             self._run_command(command)
 
     def _run_command(self, command: ScriptCommand) -> None:
@@ -125,20 +129,20 @@ class _Script:
             self._source(words[1])
         elif words:
             words = self._expanded(words)
-            self.budget.add_items(sum(word.count(",") + word.count("\n") for word in words))
+            self.budget.add("items", sum(word.count(",") + word.count("\n") for word in words))
             self._add_run(words)
 
     def _assign_array(self, name: str, items: list[ScriptWord], is_conditional: bool) -> None:
         is_append, name = name.endswith("+="), name.rstrip("+=")
         before = self.variables.get(name, [])
         if is_conditional and isinstance(before, list):
-            self.budget.add_characters(sum(map(len, before)) + sum(map(len, items)))
+            self.budget.add("characters", sum(map(len, before)) + sum(map(len, items)))
         if is_append and is_conditional:
             shown = " ".join(items)
             items = [ScriptWord(f"{UNRESOLVED}{{{name}: only some branches add '{shown}'}}")]
         expanded = self._expanded(items)
         if is_append:
-            self.budget.add_words(len(before))
+            self.budget.add("words", len(before))
             self.variables[name] = [*(before if isinstance(before, list) else [ScriptWord(before)]), *expanded]
         elif is_conditional and before != expanded:
             shown = " ".join([*(before if isinstance(before, list) else []), *expanded])
@@ -149,7 +153,7 @@ class _Script:
     def _assign(self, name: str, value: str, is_conditional: bool, is_append: bool) -> None:
         before = self.variables.get(name)
         if is_append and isinstance(before, str):
-            self.budget.add_characters(len(before))
+            self.budget.add("characters", len(before))
         if is_append and is_conditional:
             value = f"{UNRESOLVED}{{{name}: only some branches add '{value}'}}"
         if is_append:
@@ -176,7 +180,7 @@ class _Script:
         tail = re.sub(r"^\$\{?\w+\}?/", "", word)
         if self.folder is not None and UNRESOLVED not in tail and not tail.startswith("/"):
             path = self.folder / tail
-            self.budget.add_file()
+            self.budget.add("files", 1)
             try:
                 may_read = path not in self.open_files and any(map(path.resolve().is_relative_to, self._places))
                 text = read_text(path) if may_read else None
@@ -202,7 +206,7 @@ class _Script:
         name = braced or plain
         value = self.variables.get(name)
         if isinstance(value, str):
-            self.budget.add_characters(len(value))
+            self.budget.add("characters", len(value))
             return value
         if default is None or name in self.ambiguous:
             return match[0]
@@ -219,7 +223,7 @@ class _Script:
         value = self.variables.get(match[0])
         if not isinstance(value, str):
             return match[0]
-        self.budget.add_characters(len(value))
+        self.budget.add("characters", len(value))
         return value
 
     def _expanded(self, words: Sequence[ScriptWord]) -> list[ScriptWord]:
@@ -229,7 +233,7 @@ class _Script:
             plain = re.fullmatch(r"\$\{?(\w+)\}?", word)
             items = self.variables.get(array[1]) if array else self.variables.get(plain[1]) if plain else None
             if isinstance(items, list):
-                self.budget.add_words(len(items))
+                self.budget.add("words", len(items))
                 expanded += items
                 self.used_arrays.add((array or plain)[1])  # type: ignore[index]
                 continue
@@ -238,7 +242,7 @@ class _Script:
             text = self._substitute(word)
             is_split = (plain or array) and not word.is_quoted and text != word and not text.startswith(UNRESOLVED)
             words_of_text = self._expanded_text(text) if is_split else [_script_word(text, word.is_quoted)]
-            self.budget.add_words(len(words_of_text) if is_split else 0)
+            self.budget.add("words", len(words_of_text) if is_split else 0)
             expanded += words_of_text
         return expanded
 

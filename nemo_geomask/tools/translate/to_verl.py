@@ -19,8 +19,6 @@ from nemo_geomask.tools.translate.peers.verl import PEER
 from nemo_geomask.tools.translate.setting_values import nested
 from nemo_geomask.tools.translate.translation import translate
 
-__all__ = ["BackTranslation", "to_verl"]
-
 _RC, _ACTOR = "algorithm.rollout_correction.", "actor_rollout_ref.actor."
 _MODES = {"gspo_token": "gspo", "gmpo": "geo_mean", "sapo": "sapo", "cispo": "cispo", "dro": "dro"}
 _LEVELS = {"token": "token", "sequence": "seq_sum", "sequence_mean": "seq_mean", "sequence_max": "seq_max"}

@@ -19,19 +19,11 @@ from nemo_geomask.objectives.resolved_loss import resolve_loss
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.translate.peer_table import Assign, Peer, PeerSettings, Remark
 from nemo_geomask.tools.translate.peers import PEERS
-from nemo_geomask.tools.translate.recognition import (
-    SettingsFile,
-    check_programs,
-    peer_by_name,
-    recognise,
-    select_runs,
-)
+from nemo_geomask.tools.translate.recognition import SettingsFile, check_programs, peer_by_name, recognise, select_runs
 from nemo_geomask.tools.translate.references import resolve_references
 from nemo_geomask.tools.translate.setting_values import flat, is_one_of, shortened
 from nemo_geomask.tools.translate.settings_reader import read_runs
 from nemo_geomask.tools.translate.shell_reader import line_settings
-
-__all__ = ["PEERS", "Translation", "translate", "translate_files"]
 
 _WIDTH = 120
 _LARGE_SECTION = 8

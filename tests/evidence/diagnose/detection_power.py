@@ -20,8 +20,8 @@ from nemo_geomask.tools.diagnose.measure.run_survey import survey_run
 from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS
 from nemo_geomask.tools.diagnose.planted_logs import RunShape
 from nemo_geomask.tools.diagnose.read.record_sources import find_runs
-from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
 from tests.evidence.diagnose.planted_causes import PLANTED_CAUSES, STRENGTHS, planted_run
+from tests.helpers.markdown import markdown_table, replace_marked_text
 
 __all__ = ["measure_clean_runs", "measure_planted_causes", "rewrite", "rewrite_held_out"]
 

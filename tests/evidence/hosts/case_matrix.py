@@ -26,7 +26,7 @@ from nemo_geomask.errors import ConfigError, GeomaskError
 from nemo_geomask.hosts.nemo_rl.installed_version import commit_of
 from nemo_geomask.tools.rehearse.rehearsal import Rehearsal, nemo_rl_checkout, rehearse
 from nemo_geomask.tools.rehearse.supervision import signals_as_exceptions
-from nemo_geomask.tools.shared.markdown import markdown_table
+from tests.helpers.markdown import markdown_table
 
 HOSTS = Path(__file__).parents[3] / "docs" / "hosts"
 """Folder of cases and results."""

@@ -30,8 +30,8 @@ from nemo_geomask.tools.rehearse.plan import plan
 from nemo_geomask.tools.rehearse.refusals import BACKEND, LAUNCH_VARIABLES, errors_of
 from nemo_geomask.tools.rehearse.rehearsal import rehearse
 from nemo_geomask.tools.rehearse.supervision import signals_as_exceptions
-from nemo_geomask.tools.shared.markdown import markdown_table
 from tests.evidence.hosts.case_matrix import HOSTS
+from tests.helpers.markdown import markdown_table
 
 SEED = 2029
 DRAWN = 12

@@ -11,8 +11,9 @@ from statistics import fmean
 
 from nemo_geomask.tools.lab.outcome import best_reward, final_reward, group_by_variant, has_collapsed
 from nemo_geomask.tools.lab.run_store import RunCurves
-from nemo_geomask.tools.shared.intervals import format_interval, mean_interval
+from nemo_geomask.tools.shared.intervals import mean_interval
 from nemo_geomask.tools.shared.palette import LineLook, line_look
+from tests.helpers.interval_text import format_interval
 
 Runs = Sequence[RunCurves]
 """Curves of several runs, which belong to one variant or to several."""

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.shared.intervals import format_mean, mean_interval
-from nemo_geomask.tools.shared.paired_tests import holm, sign_flip_p
+from nemo_geomask.tools.probe.paired_tests import holm, sign_flip_p
+from nemo_geomask.tools.shared.intervals import mean_interval
 from tests.evidence.lab.choice import Cell, TunedChoice, TunedRun, choose, mean_reward
 from tests.evidence.lab.regimes import Regime
+from tests.helpers.interval_text import format_mean
 
 _LEVEL = 0.05
 _MIN_SHARE = 0.9  # share of the seeds on which a difference that counts has its sign, except in the primary comparison

@@ -8,11 +8,11 @@ from statistics import fmean
 
 from nemo_geomask.tools.lab.outcome import WINDOW, best_reward, final_reward, has_collapsed, has_died
 from nemo_geomask.tools.lab.run_store import RunCurves
-from nemo_geomask.tools.shared.intervals import format_mean
-from nemo_geomask.tools.shared.markdown import markdown_table
 from tests.evidence.lab.choice import TunedRun
 from tests.evidence.lab.comparison import PairedDifference, TunedComparison
 from tests.evidence.lab.regimes import Regime, TunedVariant
+from tests.helpers.interval_text import format_mean
+from tests.helpers.markdown import markdown_table
 
 _COURSE_EVERY = 20  # steps between the columns of the primary comparison's course
 

@@ -15,9 +15,10 @@ import numpy as np
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.run_store import RunCurves, read_columns, write_columns
-from nemo_geomask.tools.shared.intervals import format_interval, mean_interval
-from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
+from nemo_geomask.tools.shared.intervals import mean_interval
 from tests.evidence.lab.columns import COMPUTED_COLUMNS, EVIDENCE_SPECS, EvidenceSpec, Runs, SeedMean
+from tests.helpers.interval_text import format_interval
+from tests.helpers.markdown import markdown_table, replace_marked_text
 
 PAGES = ("untuned_runs.md", "claims.md")
 """Pages of ``docs/evidence`` with tables of this data."""

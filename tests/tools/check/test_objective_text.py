@@ -9,6 +9,7 @@ from nemo_geomask.errors import PluginError
 from nemo_geomask.losses import available
 from nemo_geomask.objectives.registry import BUILT_IN
 from nemo_geomask.tools.check import describe
+from tests.helpers.plugin_corrections import GAPS, SOFTLY
 
 
 def test_every_objective_of_the_package_is_written_out():
@@ -142,3 +143,12 @@ def test_an_objective_from_elsewhere_says_what_it_is_or_is_named_by_its_source(t
     for name in ("ODD", "DEEP", "BARE"):
         with pytest.raises(PluginError, match=rf"^loss_fn.name: the parts of the variant 'their_loss:{name}' can't"):
             describe(build_loss({"name": f"their_loss:{name}"}))
+
+
+def test_corrections_are_described_and_scheduled():
+    shown = "\n".join(
+        f"{part.formula} {part.explanation}" for part in describe(build_loss({**SOFTLY, "masks": [GAPS]}))
+    )
+    assert "ROOT_LEVEL(x_t, Σ_t x_t, n)" in shown
+    assert "the sequence's product to the power of 1/√n, bent, [0, 1.5]" in shown
+    assert "squared difference is above 0.02" in shown

@@ -7,7 +7,7 @@ import numpy
 import pytest
 
 from nemo_geomask.tools.probe.gap_statistics import change_between, gap, k3_of, shapley
-from nemo_geomask.tools.shared.paired_tests import holm
+from nemo_geomask.tools.probe.paired_tests import holm
 
 
 def vectors(seed=0, size=400, scale=0.3):

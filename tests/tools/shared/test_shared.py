@@ -10,16 +10,11 @@ import pytest
 
 from nemo_geomask.errors import ArgumentError, MissingDependencyError
 from nemo_geomask.tools.shared import palette
-from nemo_geomask.tools.shared.intervals import (
-    format_interval,
-    format_mean,
-    mean_interval,
-    percentile_interval,
-    ratio_interval,
-)
+from nemo_geomask.tools.shared.intervals import mean_interval, percentile_interval, ratio_interval
 from nemo_geomask.tools.shared.json_output import to_json
-from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
 from nemo_geomask.tools.shared.terminal_tables import format_cell, format_table, print_table
+from tests.helpers.interval_text import format_interval, format_mean
+from tests.helpers.markdown import markdown_table, replace_marked_text
 
 
 def test_a_table_aligns_its_columns():
@@ -112,8 +107,7 @@ def test_without_numpy_the_error_names_what_installs_it(monkeypatch):
 
 def test_importing_them_needs_no_package():
     names = ", ".join(
-        f"nemo_geomask.tools.shared.{name}"
-        for name in ("intervals", "json_output", "markdown", "palette", "terminal_tables")
+        f"nemo_geomask.tools.shared.{name}" for name in ("intervals", "json_output", "palette", "terminal_tables")
     )
     code = f"import sys, {names}; print({{'numpy', 'scipy', 'rich', 'matplotlib'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +11,6 @@ File = tuple[str, str | bytes | Callable[[Path], object]]
 
 RUN = "\npython -m verl.trainer.main_ppo actor_rollout_ref.actor.clip_ratio_high="
 MILLION = 1_000_000
-
-
-def _aliases(width: int = 9, levels: int = 30) -> str:
-    lines = ["a0: &a0 [x]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * width)}]" for i in range(1, levels)]
-    return "\n".join(lines)
 
 
 def _doubling(first: str, line: str, levels: int = 30) -> str:
@@ -41,38 +34,22 @@ def _sources(number: int, targets: int) -> Callable[[Path], object]:
     return write
 
 
-def _notebook(source: object) -> str:
-    return json.dumps({"cells": [{"cell_type": "code", "source": source}]})
-
-
 OVER_A_LIMIT: dict[str, tuple[File, str]] = {
-    "YAML, aliases": (("f.yaml", _aliases()), "nodes"),
     "YAML, alias within itself": (("f.yaml", "a: &a [*a]"), "nesting"),
     "YAML, merged aliases": (
         ("f.yaml", "a: &a {x: 1}\n" + "\n".join(f"b{i}: {{<<: [*a, *a, *a]}}" for i in range(9000))),
         "nodes",
     ),
-    "YAML, brackets": (("f.yaml", "a: " + "[" * 300 + "]" * 300), "nesting"),
     "YAML, a million brackets": (("f.yaml", "a: " + "[" * MILLION), "nesting"),
-    "YAML, indented": (("f.yaml", "\n".join(" " * i + "a:" for i in range(400))), "nesting"),
     "YAML, many keys": (("f.yaml", "\n".join(f"k{i}: 1" for i in range(200_000))), "nodes"),
-    "YAML, a value of 20 MB": (("f.yaml", "a: " + "x" * 20 * MILLION), "file_bytes"),
-    "YAML, a value of 3 MB": (("f.yaml", "a: " + "x" * 3 * MILLION), "string_characters"),
-    "YAML, a number of 100,000 digits": (("f.yaml", "a: " + "9" * 100_000), "number_digits"),
     "YAML, long name of a large section": (
         ("f.yaml", f"? {'s' * 500_000}\n: {{{', '.join(f'k{i}: 1' for i in range(5000))}}}"),
         "total_characters",
     ),
-    "YAML, a name of many parts": (("f.yaml", "? " + ".".join("a" * 100_000) + "\n: 1"), "nesting"),
     "JSON, brackets": (("f.json", "[" * MILLION), "nesting"),
     "JSON, a line of 1 GB": (("f.json", lambda path: _sparse(path, 10**9)), "file_bytes"),
-    "TOML, arrays": (("f.toml", "a = " + "[" * 100_000 + "]" * 100_000), "nesting"),
     "TOML, a key of a million parts": (("f.toml", ".".join("a" * MILLION) + " = 1"), "nesting"),
-    "TOML, an inline key of many parts": (("f.toml", "x = {" + ".".join(["'a'"] * 200_000) + " = 1}"), "nesting"),
-    "TOML, nested tables": (("f.toml", "[" + ".".join("a" * 300) + "]\nb = 1"), "nesting"),
     "TOML, many keys": (("f.toml", "\n".join(f"k{i} = 1" for i in range(100_000))), "nodes"),
-    "TOML, long value": (("f.toml", f"a = '{'x' * 3 * MILLION}'"), "string_characters"),
-    "shell, 30 lines that double a variable": (("f.sh", _doubling("x", "a{i}=${p}${p}") + RUN + "$a29"), "total_char"),
     "shell, 30 lines that double an exported variable": (
         ("f.sh", _doubling("x", 'export a{i}="${{{p}}}${{{p}}}"') + RUN + "$a29"),
         "total_characters",
@@ -81,12 +58,7 @@ OVER_A_LIMIT: dict[str, tuple[File, str]] = {
         ("f.sh", "a0=(x y)\n" + "\n".join(f'a{i}=("${{a{i - 1}[@]}}" "${{a{i - 1}[@]}}")' for i in range(1, 30))),
         "nodes",
     ),
-    "shell, an array that is appended to itself": (("f.sh", "a=(x y)\n" + 'a+=("${a[@]}")\n' * 40), "nodes"),
-    "shell, a variable in quotes that refers to itself": (
-        ("f.sh", f"A='{'$A ' * 1000}'{RUN}$A"),
-        "total_characters",
-    ),
-    "shell, a long variable used often": (("f.sh", f"A={'x' * 100_000}\n" + "B=$A$A$A\n" * 100), "total_characters"),
+    "shell, a variable in quotes that refers to itself": (("f.sh", f"A='{'$A ' * 1000}'{RUN}$A"), "total_characters"),
     "shell, a variable appended in branches": (
         ("f.sh", "if x; then\n" + "A+=abcdefghijklmnopqrstuvwxyz\n" * 9000 + "fi"),
         "total_characters",
@@ -99,31 +71,17 @@ OVER_A_LIMIT: dict[str, tuple[File, str]] = {
         ("f.sh", f"A='{chr(10).join(['- 1'] * 5000)}'\nrun " + " ".join(f'a{i}="$A"' for i in range(50))),
         "nodes",
     ),
-    "shell, 10,000 files sourced that are not there": (("f.sh", "source x\n" * 10_000), "files"),
-    "shell, a long list used often": (
-        ("f.sh", f"A=[{'1,' * 9000}1]\nrun " + " ".join(f"a{i}=$A" for i in range(200))),
-        "nodes",
-    ),
     "shell, many words": (("f.sh", "run " + "--a 1 " * 150_000), "nodes"),
-    "shell, many programs": (("f.sh", "\n".join(f"python train.py --a{i} 1" for i in range(20_000))), "nodes"),
     "shell, a script of 3 MB": (("f.sh", "# " + "x" * 3 * MILLION), "string_characters"),
-    "shell, a line of 1 GB": (("f.sh", lambda path: _sparse(path, 10**9)), "file_bytes"),
     "shell, files sourced twice each": (("f.sh", _sources(30, 2)), "files"),
-    "shell, a long chain of files": (("f.sh", _sources(500, 1)), "files"),
-    "Python, parentheses": (("f.py", "GRPOConfig(beta=" + "(" * 5000 + ")" * 5000 + ")"), ""),
     "Python, a sum of 200,000 terms": (("f.py", "GRPOConfig(beta=" + "1+" * 200_000 + "1)"), "nesting"),
-    "Python, minus signs": (("f.py", "GRPOConfig(beta=" + "-" * 200_000 + "1)"), "nesting"),
-    "Python, a chain of attributes": (("f.py", "a" + ".b" * 200_000 + "(GRPOConfig(beta=1))"), "nesting"),
     "Python, a number of 90,000 hexadecimal digits": (("f.py", f"GRPOConfig(beta=0x{'f' * 90_000})"), "number_digits"),
     "Python, a number of 4,400 digits": (("f.py", f"GRPOConfig(beta={'9' * 4400})"), "more than 4,300 digits"),
     "Python, expressions within each other": (
         ("f.py", "x = " + "dict(a=f(" * 60 + f"'{'x' * 100_000}'" + "))" * 60),
         "total_characters",
     ),
-    "Python, 3 MB": (("f.py", "x = '" + "x" * 3 * MILLION + "'"), "string_characters"),
     "notebook, brackets": (("f.ipynb", "[" * MILLION), "nesting"),
-    "notebook, a sum": (("f.ipynb", _notebook("GRPOConfig(beta=" + "1+" * 200_000 + "1)")), "nesting"),
-    "a FIFO": (("f.yaml", os.mkfifo), "is a FIFO, not a regular file"),
     "a FIFO as script": (("f.sh", os.mkfifo), "is a FIFO, not a regular file"),
     "a link to /dev/zero": (("f.yaml", lambda path: path.symlink_to("/dev/zero")), "is a character device"),
 }
@@ -131,45 +89,27 @@ OVER_A_LIMIT: dict[str, tuple[File, str]] = {
 
 MALFORMED: dict[str, File] = {
     "a folder": ("f.yaml", lambda path: path.mkdir()),
-    "a link to nothing": ("f.yaml", lambda path: path.symlink_to("nothing")),
     "a link to itself": ("f.yaml", lambda path: path.symlink_to(path)),
     "nothing": ("f.yaml", b""),
-    "binary YAML": ("f.yaml", bytes(range(256)) * 100),
     "binary shell": ("f.sh", bytes(range(256)) * 100),
-    "random bytes as Python": ("f.py", bytes(range(1, 128)) * 100),
     "UTF-8 that breaks off": ("f.yaml", b"a: \xe2\x82"),
-    "UTF-16": ("f.yaml", "a: 1".encode("utf-16")),
     "null characters in Python": ("f.py", b"GRPOConfig(beta=\0)"),
-    "null characters in TOML": ("f.toml", b"a = 1\0"),
-    "a list": ("f.yaml", "[1, 2]"),
-    "two YAML documents": ("f.yaml", "a: 1\n---\nb: 2"),
     "a Python object": ("f.yaml", "a: !!python/object/apply:os.system ['touch executed']"),
-    "an unknown alias": ("f.yaml", "a: *b"),
-    "a timestamp that is none": ("f.yaml", "a: 2020-99-99"),
     "duplicate TOML keys": ("f.toml", "a = 1\na = 2"),
     "a preset that is a list": ("f.yaml", "preset: [decoupled_token_is]\nrollout_is: token"),
     "a mode that is a list": ("f.yaml", "actor_rollout_ref: {actor: {clip_ratio_low: [1]}}"),
     "a value that is a section": ("f.yaml", "loss_fn: {name: gspo}\nloss_fn.options: 3\nloss_fn.options.a: 1"),
-    "dotted names with defaults": ("f.yaml", "loss_fn.name: gspo\ndefaults: /dev/zero"),
     "defaults: /dev/zero": ("f.yaml", "loss_fn: {name: gspo}\ndefaults: /dev/zero"),
-    "an unclosed quote": ("f.sh", "run --a 'b"),
     "an unclosed expansion": ("f.sh", "run ${A"),
-    "an unclosed array": ("f.sh", "A=(" + "x " * 1000),
-    "only redirections": ("f.sh", "<" * 100_000),
     "many here-documents": ("f.sh", "cat " + "<<A " * 5000 + "\n" + "\n" * 100_000),
     "a default with exponential backtracking": ("f.sh", "run a=${A:-" + "$aaaaaaaa" * 5000),
     "a number with quadratic backtracking": ("f.sh", "run --a " + "1" * 500_000 + "x"),
-    "many unclosed arithmetics": ("f.sh", "run '" + "$((" * 100_000 + "'"),
     "many unclosed arguments": ("f.sh", "run " + "'${@'" * 100_000),
     "defaults that nest": ("f.sh", _doubling("x", ": ${{a{i}:=${p}${p}}}")),
     "a file that sources itself": ("f.sh", "source f.sh\n. ./f.sh"),
     "a file that sources /dev/zero": ("f.sh", lambda path: _linked_source(path, "/dev/zero")),
-    "a name that is too long": ("f.sh", f"source {'x' * 5000}.sh"),
     "a program alone": ("f.sh", 'python -c \'open("executed", "w")\''),
-    "not a notebook": ("f.ipynb", "[1, 2]"),
     "a notebook without cells": ("f.ipynb", '{"cells": [{"cell_type": "code"}]}'),
-    "a notebook whose source is a number": ("f.ipynb", _notebook(3)),
-    "Python that is not Python": ("f.py", "GRPOConfig(beta="),
     "a spread of itself": ("f.py", "GRPOConfig(**GRPOConfig)"),
 }
 """Files without settings that can be read: exit status 2."""
@@ -179,32 +119,14 @@ STRANGE: dict[str, File] = {
         "f.py",
         '"""\npython x.py --beta 0.1\n"""\n' + "TrlParser(GRPOConfig)\n" * 10_000,
     ),
-    "Python, a list in a set": ("f.py", "GRPOConfig(beta={[1]}, epsilon={[]: 2})"),
-    "Python, calls of a call": (
-        "f.py",
-        "a(" + "1," * 400_000 + ")" + "()" * 60 + "\nGRPOConfig(beta=0.1)",
-    ),
+    "Python, calls of a call": ("f.py", "a(" + "1," * 400_000 + ")" + "()" * 60 + "\nGRPOConfig(beta=0.1)"),
     "half a surrogate pair": ("f.py", 'GRPOConfig(loss_type="\\ud800x", beta=0.1)'),
     "a power of powers": ("f.sh", RUN + "$((9**9**9**9))"),
-    "a product of large numbers": ("f.sh", RUN + "$((" + "99999999999*" * 50 + "1))"),
     "a division by zero": ("f.sh", RUN + "$((1/0))"),
-    "a long sum": ("f.sh", RUN + "$((" + "1+" * 100_000 + "1))"),
     "1,500 unknown settings": ("f.sh", RUN + "0.3 " + " ".join(f"+clip_ratio_hihg{i}=1" for i in range(1500))),
     "control characters": ("f.yaml", 'actor_rollout_ref: {rollout: {n: 4}}\n"a\\e]0;b\\a": 1'),
     "a deep value of a word": ("f.sh", RUN + "0.3 +a.b='" + "[" * 100_000 + "'"),
-    "aliases in the value of a word": ("f.sh", RUN + "0.3 +a.b='{" + _aliases().replace("\n", ", ") + "}'"),
-    "references in a circle": (
-        "f.yaml",
-        "actor_rollout_ref: {actor: {tau_pos: '${actor_rollout_ref.actor.tau_neg}', tau_neg: '${..actor.tau_pos}'}}",
-    ),
-    "references that double": (
-        "f.yaml",
-        _references("'${{{p}}}${{{p}}}'"),
-    ),
-    "products that square": (
-        "f.yaml",
-        _references("'${{mul:${{{p}}},${{{p}}}}}'"),
-    ),
+    "references that double": ("f.yaml", _references("'${{{p}}}${{{p}}}'")),
     "a reference with many braces": (
         "f.yaml",
         "actor_rollout_ref: {rollout: {n: '" + "${oc.select:a," * 50_000 + "'}}",

@@ -12,7 +12,6 @@ from tests.helpers.limited_commands import limited_commands
 from tests.tools.translate.hostile_files import MALFORMED, OVER_A_LIMIT, STRANGE
 
 IMPORTED_BEFORE = ("omegaconf", "nemo_geomask.cli.translate", "nemo_geomask.tools.translate", "torch")
-MAX_CPU_SECONDS = 5
 MAX_BYTES = 2**30
 
 
@@ -32,7 +31,6 @@ def run(commands, folder, file):
     outcome = commands.run("translate", path)
     assert "Traceback" not in outcome.output
     assert outcome.status in (0, 1, 2), outcome.output
-    assert outcome.cpu_seconds < MAX_CPU_SECONDS
     assert outcome.peak_bytes < MAX_BYTES
     assert not (folder / "executed").exists()
     return outcome

@@ -2,7 +2,6 @@
 
 import pytest
 
-from nemo_geomask.cli import main
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.translate import PEERS, translate, translate_files
 
@@ -128,16 +127,6 @@ def test_marks_belong_to_one_system(name):
     for other, peer in PEERS.items():
         if other != name:
             assert PEERS[name].marks_of([*peer.defaults, *peer.outside_loss_fn]) == []
-
-
-@pytest.mark.parametrize("name", [name for name in PEERS if name != "nemo_rl"])
-def test_unknown_setting_is_reported(name, tmp_path, capsys):
-    peer = PEERS[name]
-    file = tmp_path / "run.yaml"
-    key = next(key for key in peer.defaults if "program" not in key)
-    file.write_text(f"{key}: {peer.defaults[key] or 0}\nsomething_new: 1")
-    assert main(["translate", "--from", name, str(file)]) == 1
-    assert "NOT EXPRESSED: something_new" in capsys.readouterr().out
 
 
 def test_defaults_are_listed(tmp_path):

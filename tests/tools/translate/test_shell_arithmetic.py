@@ -30,8 +30,8 @@ def test_values_are_those_of_a_shell(expression, value):
     [
         "", "PROMPT", "a.b", "'1' * 3", "True", "1.5", "1 // 2", "1 < 2", "+", "f(1)", "1 / 0", "1 % 0", "2 ** -1",
         "2 ** 64", "9223372036854775808", "9223372036854775807 * 9223372036854775807", "1+" * 600 + "1", "9**9**9**9",
-        "1\0",
-    ],
+        "1\0"
+    ]
 )  # fmt: skip
 def test_what_is_no_arithmetic_of_64_bits_has_no_value(expression):
     assert evaluate_arithmetic(expression) is None

@@ -57,8 +57,8 @@ def test_all_presets_are_expressed():
         ({"batch_veto": {"max": 0.1}}, {}, ["batch_veto"]),
         ({"use_importance_sampling_correction": True, "is_correction_level": "sequence_mean"}, {},
          ["applies_weight: true", "correction_level: sequence_mean"]),
-        ({"use_importance_sampling_correction": True}, {"rollout_is_threshold": 1e9}, ["kl_gradient"]),
-    ],
+        ({"use_importance_sampling_correction": True}, {"rollout_is_threshold": 1e9}, ["kl_gradient"])
+    ]
 )  # fmt: skip
 def test_setting_that_verl_lacks_is_listed(block, settings, lost):
     back = to_verl(block)

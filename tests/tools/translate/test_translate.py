@@ -231,23 +231,6 @@ def test_a_value_holds_no_settings():
         nested({"a": 1, "a.b": 2})
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("none.yaml", None),
-        ("list.yaml", "- 1"),
-        ("bad.yaml", "a: ["),
-        ("bad.py", "GRPOConfig(**settings())"),
-        ("b.py", "("),
-    ],
-)
-def test_files_that_can_not_be_read_are_errors(name, text, tmp_path):
-    if text is not None:
-        (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match=name):
-        translate_files([tmp_path / name])
-
-
 def test_command_writes_the_block_and_its_status_tells_whether_it_is_complete(tmp_path, capsys):
     file, out = tmp_path / "run.yaml", tmp_path / "out.yaml"
     file.write_text("rollout_correction: {rollout_is: token}")

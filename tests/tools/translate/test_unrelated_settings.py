@@ -33,7 +33,7 @@ SECTIONS = {
     "prime_rl": ("trainer", "orchestrator", "orchestrator.train"),
     "openrlhf": ("train", "rollout", "data", "ds", "vllm", "actor", "ref", "ckpt", "algo"),
     "areal": ("actor", "rollout", "gconfig"),
-    "fast_llm": ("model", "batch"),
+    "fast_llm": ("model", "batch")
 }  # fmt: skip
 
 

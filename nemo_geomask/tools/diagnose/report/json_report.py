@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from nemo_geomask.tools.diagnose.explain.cause_selection import ExplainedShare
 from nemo_geomask.tools.diagnose.explain.causes import CAUSES
 from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis
 from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS
+from nemo_geomask.tools.diagnose.report.json_formats import CauseJson, DiagnosisJson, LevelJson
 from nemo_geomask.tools.diagnose.report.report_tables import Decode, diagnosis_tables
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, replace_nonfinite
-
-__all__ = ["diagnosis_json"]
 
 
 def diagnosis_json(
@@ -20,7 +19,7 @@ def diagnosis_json(
     directory: str,
     decode: Decode | None = None,
     splits: Sequence[tuple[str, ...]] | None = None,
-) -> dict[str, Any]:
+) -> DiagnosisJson:
     """Return a diagnosis for ``--json``; numbers that are not finite are None.
 
     Args:
@@ -29,7 +28,7 @@ def diagnosis_json(
         decode, splits: as for :func:`~nemo_geomask.tools.diagnose.report.report_tables.diagnosis_tables`.
     """
     cause = diagnosis.cause
-    causes = []
+    causes: list[CauseJson] = []
     shown = {ranked.cause.id: ranked for ranked in diagnosis.shown}
     for tested in CAUSES:
         detection = diagnosis.detections[tested.id]
@@ -49,19 +48,19 @@ def diagnosis_json(
                 "steps": list(detection.steps),
             }
         )
-    levels = {}
+    levels: dict[str, LevelJson] = {}
     for limit in HEALTH_LIMITS:
         reading = diagnosis.readings[limit.name]
         levels[limit.name] = {
             "value": reading.value,
-            "interval": [reading.low, reading.high],
+            "interval": (reading.low, reading.high),
             "health": reading.health,
             "drifting": limit.drifting,
             "broken": limit.broken,
             "definition": limit.definition,
             "source": limit.source,
         }
-    values = {
+    values: DiagnosisJson = {
         "version": JSON_VERSION,
         "run": directory,
         "health": "unknown" if diagnosis.unjudged_reason else diagnosis.health,
@@ -78,8 +77,9 @@ def diagnosis_json(
             for table in diagnosis_tables(diagnosis, decode, splits)
             if table.key != "causes"
         },
+        "files": list(diagnosis.evidence.statistics.file_notes),
     }
-    return {key: replace_nonfinite(value) for key, value in values.items()}
+    return cast(DiagnosisJson, replace_nonfinite(values))
 
 
 def _share_json(share: ExplainedShare | None) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, find_run
 from nemo_geomask.tools.diagnose.report import correction_sweep
 from nemo_geomask.tools.diagnose.report.candidate_outcome import DEFINITIONS, PARTS, WITHOUT_GRADIENT, CandidateOutcome
 from nemo_geomask.tools.diagnose.report.correction_sweep import padded_batch
+from nemo_geomask.tools.diagnose.report.json_formats import CandidateJson, MeasureJson, SweepJson, TokensJson
 from nemo_geomask.tools.diagnose.report.report_tables import Table, print_tables
 from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES, GRID, split_recipe_loss
 from nemo_geomask.tools.diagnose.report.sweep_recommendation import explain_no_recommendation, pareto_front, recommend
@@ -89,11 +90,11 @@ def run_sweep(options: SweepOptions) -> str:
 
     if options.output == "json":
         front = {id(outcome) for outcome in pareto_front(outcomes)}
-        values = {
+        values: SweepJson = {
             "version": JSON_VERSION,
             "run": str(run.directory),
             "steps": batches.steps,
-            "left_out": batches.left_out,
+            "left_out": {str(step): count for step, count in batches.left_out.items()},
             "damaged_files": {str(path): message for path, message in batches.damaged.items()},
             "at": options.at,
             "does_not_fit": incompatible,
@@ -102,7 +103,7 @@ def run_sweep(options: SweepOptions) -> str:
             "no_recommendation": reason,
             "definitions": DEFINITIONS,
             "tokens": _token_counts(outcomes[0]),
-            "candidates": [{**_outcome_json(outcome), "on_front": id(outcome) in front} for outcome in outcomes],
+            "candidates": [_outcome_json(outcome, on_front=id(outcome) in front) for outcome in outcomes],
         }
         print(to_json(values))
         return reason
@@ -193,13 +194,13 @@ def _tables(outcomes: Sequence[CandidateOutcome], best: CandidateOutcome | None,
     ]
 
 
-def _token_counts(outcome: CandidateOutcome) -> dict[str, int]:
+def _token_counts(outcome: CandidateOutcome) -> TokensJson:
     """Return the number of tokens that the measures are over, and of all trained tokens."""
     with_gradient = round(float(outcome.tokens[0]))
     return {"with_gradient": with_gradient, "trained": with_gradient + outcome.silent_tokens}
 
 
-def _describe_tokens(counts: Mapping[str, int]) -> str:
+def _describe_tokens(counts: TokensJson) -> str:
     if counts["with_gradient"] == counts["trained"]:
         return f"{counts['trained']:,} trained tokens"
     return (
@@ -208,14 +209,22 @@ def _describe_tokens(counts: Mapping[str, int]) -> str:
     )
 
 
-def _outcome_json(outcome: CandidateOutcome) -> dict[str, Any]:
+def _outcome_json(outcome: CandidateOutcome, *, on_front: bool) -> CandidateJson:
+    def measure(name: str) -> MeasureJson:
+        return {"value": outcome.value(name), "interval": outcome.interval(name)}
+
     return {
         "name": outcome.candidate.name,
         "settings": dict(outcome.candidate.settings),
         "source": outcome.candidate.source,
-        **{name: {"value": outcome.value(name), "interval": outcome.interval(name)} for name in DEFINITIONS},
+        "removed": measure("removed"),
+        "bias": measure("bias"),
+        "variance": measure("variance"),
+        "ess": measure("ess"),
+        "advantage": measure("advantage"),
         "of_all_trained_tokens": {name: outcome.value_of_all(name) for name in WITHOUT_GRADIENT},
         "removed_of": {part: outcome.removed_share(part) for part in PARTS},
         "skipped": outcome.skipped,
         "metrics": outcome.metrics,
+        "on_front": on_front,
     }

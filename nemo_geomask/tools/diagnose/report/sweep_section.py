@@ -14,9 +14,9 @@ from nemo_geomask.errors import DataError
 from nemo_geomask.recipe.input_limits import current_limits
 from nemo_geomask.tools.diagnose.read.json_lines import open_log, parse_json
 from nemo_geomask.tools.diagnose.report.figure_data import Curve, Figure
+from nemo_geomask.tools.diagnose.report.json_formats import SweepJson
 from nemo_geomask.tools.diagnose.report.page_tables import PageTable, merge_tables
 from nemo_geomask.tools.diagnose.report.report_tables import Table
-from nemo_geomask.tools.shared.json_formats import SweepJson
 
 __all__ = ["SweepSection", "build_sweep_section", "read_sweep"]
 

@@ -11,11 +11,12 @@ from nemo_geomask.errors import DataError
 from nemo_geomask.tools.diagnose.report.figure_data import diagnosis_figures
 from nemo_geomask.tools.diagnose.report.figure_rendering import write_pngs
 from nemo_geomask.tools.diagnose.report.html_report import short_names, write_report
+from nemo_geomask.tools.diagnose.report.json_formats import DiagnoseOutput, LogVerdictJson
 from nemo_geomask.tools.diagnose.report.json_report import diagnosis_json
 from nemo_geomask.tools.diagnose.report.report_tables import Decode, diagnosis_tables, print_tables
 from nemo_geomask.tools.diagnose.report.run_verdicts import RunVerdicts
 from nemo_geomask.tools.diagnose.report.sweep_section import read_sweep
-from nemo_geomask.tools.shared.json_output import to_json
+from nemo_geomask.tools.shared.json_output import JSON_VERSION, to_json
 from nemo_geomask.tools.shared.terminal_text import escape_line
 
 __all__ = ["OutputOptions", "print_verdicts", "write_files"]
@@ -55,13 +56,14 @@ class OutputOptions:
 def print_verdicts(verdicts: RunVerdicts, options: OutputOptions) -> None:
     """Print a verdict for each run and folder, followed by the runs' tables if they are requested."""
     if options.as_json:
-        values = [
+        values: DiagnoseOutput = [
             diagnosis_json(run.diagnosis, str(run.files.directory), options.decode, options.splits)
-            | {"files": run.diagnosis.evidence.statistics.file_notes}
             for run in verdicts.judged
         ]
         values += [
-            {"run": str(folder), "health": verdict.health, "verdict": verdict.sentence(folder)}
+            LogVerdictJson(
+                version=JSON_VERSION, run=str(folder), health=verdict.health, verdict=verdict.sentence(folder)
+            )
             for folder, verdict in verdicts.fallbacks.items()
         ]
         print(to_json(values))

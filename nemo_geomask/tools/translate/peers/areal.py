@@ -14,9 +14,6 @@ from nemo_geomask.tools.translate.peer_table import (
     weight_settings,
     without_counterpart,
 )
-from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
-
-__all__ = ["PEER"]
 
 _R = "actor.rejection_sampling."
 _DEFAULTS: dict[str, Any] = {
@@ -193,5 +190,4 @@ PEER = Peer(
         "gconfig.n_samples",
     ),
     config_options=("config",),
-    unrelated=unrelated_settings("areal"),
 )

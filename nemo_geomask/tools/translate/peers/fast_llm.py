@@ -11,9 +11,6 @@ from nemo_geomask.tools.translate.peer_table import (
     convert_value,
     without_counterpart,
 )
-from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
-
-__all__ = ["PEER"]
 
 
 def _convert(settings: PeerSettings) -> Conversion:
@@ -39,5 +36,4 @@ PEER = Peer(
     defaults={"type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "normalize_by_documents": False, "weight": 1.0},
     convert=_convert,
     marks=("epsilon_low", "normalize_by_documents", "*.losses.*.epsilon_low", "model.base_model.*", "pretrained.*"),
-    unrelated=unrelated_settings("fast_llm"),
 )

@@ -5,9 +5,6 @@ from __future__ import annotations
 from nemo_geomask.config import LossConfig, parse
 from nemo_geomask.config.loss_settings import LossSettings
 from nemo_geomask.tools.translate.peer_table import Assign, Conversion, Peer, PeerSettings, Remark, convert_value
-from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
-
-__all__ = ["PEER"]
 
 _FIELDS = {name: f"loss_fn.{name}" for name in LossConfig.model_fields}
 _MODE = "loss_fn.loss_mode"
@@ -70,5 +67,4 @@ PEER = Peer(
     sections=("loss_fn",),
     mappings=("loss_fn.options", "loss_fn.batch_veto", "loss_fn.record", "loss_fn.masks"),
     marks=("loss_fn.*",),
-    unrelated=unrelated_settings("nemo_rl"),
 )

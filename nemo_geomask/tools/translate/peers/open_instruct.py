@@ -13,9 +13,6 @@ from nemo_geomask.tools.translate.peer_table import (
     Remark,
     weight_settings,
 )
-from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
-
-__all__ = ["PEER"]
 
 _DEFAULTS: dict[str, Any] = {
     "loss_fn": "dapo",
@@ -105,5 +102,4 @@ PEER = Peer(
     marks=("num_samples_per_prompt_rollout", "clip_higher", "clip_lower", "rho_*", "use_vllm_logprobs", "kl_estimator"),
     programs={"open_instruct/grpo_fast.py": {}, "GRPOExperimentConfig": {}},
     other_programs=("*open_instruct/finetune*.py", "*open_instruct/dpo*.py", "*open_instruct/reward_modeling.py"),
-    unrelated=unrelated_settings("open_instruct"),
 )

@@ -14,9 +14,6 @@ from nemo_geomask.tools.translate.peer_table import (
     weight_settings,
     without_counterpart,
 )
-from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
-
-__all__ = ["PEER"]
 
 _IS, _KL = "algo.advantage.is_correction_", "algo.kl."
 _DEFAULTS: dict[str, Any] = {
@@ -40,10 +37,7 @@ def _convert(settings: PeerSettings) -> Conversion:
     yield from convert_value(
         settings,
         "actor.policy_loss_type",
-        {
-            "ppo": [Assign("name", "clipped_pg")],
-            "gspo": [Assign("name", "gspo"), Assign("token_level_loss", False)],
-        },
+        {"ppo": [Assign("name", "clipped_pg")], "gspo": [Assign("name", "gspo"), Assign("token_level_loss", False)]},
     )
     if not is_gspo:
         yield Assign("token_level_loss", bool(settings["actor.token_level_loss"]))
@@ -100,5 +94,4 @@ PEER = Peer(
     marks=("algo.advantage.*", "algo.kl.*", "actor.policy_loss_type", "actor.eps_clip_low_high", "vllm.num_engines"),
     programs={"openrlhf.cli.train_ppo_ray": {}},
     other_programs=("openrlhf.cli.train_*", "openrlhf.cli.serve_rm"),
-    unrelated=unrelated_settings("openrlhf"),
 )

@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_geomask.tools.translate.peer_table import (
-    Assign,
-    Conversion,
-    Peer,
-    PeerSettings,
-    Remark,
-    without_counterpart,
-)
-from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
-
-__all__ = ["PEER"]
+from nemo_geomask.tools.translate.peer_table import Assign, Conversion, Peer, PeerSettings, Remark, without_counterpart
 
 _LOSS = "trainer.loss."
 _ALGO = "orchestrator.algo.type"
@@ -97,5 +87,4 @@ PEER = Peer(
         "orchestrator.train.filter_zero_advantages": "grpo.use_dynamic_sampling",
         "orchestrator.train.sampling.temperature": "policy.generation.temperature",
     },
-    unrelated=unrelated_settings("prime_rl"),
 )

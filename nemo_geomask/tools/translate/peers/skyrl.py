@@ -15,9 +15,6 @@ from nemo_geomask.tools.translate.peer_table import (
     weight_settings,
     without_counterpart,
 )
-from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
-
-__all__ = ["PEER"]
 
 _A = "trainer.algorithm."
 _O = _A + "off_policy_correction."
@@ -259,5 +256,4 @@ PEER = Peer(
         "examples.train.*.main_fully_async": {},
     },
     other_programs=("skyrl.train.main_sft", "skyrl.tinker.api", "skyrl.train.entrypoints.serve"),
-    unrelated=unrelated_settings("skyrl"),
 )

@@ -15,9 +15,6 @@ from nemo_geomask.tools.translate.peer_table import (
     weight_settings,
     without_counterpart,
 )
-from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
-
-__all__ = ["PEER"]
 
 _DEFAULTS: dict[str, Any] = {
     "loss_type": "policy_loss",
@@ -212,5 +209,4 @@ PEER = Peer(
     ),
     programs={"*train.py": {}, "*train_async.py": {}},
     config_options=("custom_config_path",),
-    unrelated=unrelated_settings("slime"),
 )

@@ -14,9 +14,6 @@ from nemo_geomask.tools.translate.peer_table import (
     weight_settings,
     without_counterpart,
 )
-from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
-
-__all__ = ["PEER"]
 
 _DEFAULTS: dict[str, Any] = {
     "config_class": "GRPOConfig",
@@ -127,10 +124,7 @@ def _convert(settings: PeerSettings) -> Conversion:
     yield from without_counterpart(
         settings,
         {
-            "top_entropy_quantile": (
-                (1, 1.0),
-                "a mask on the entropy has no counterpart",
-            ),
+            "top_entropy_quantile": ((1, 1.0), "a mask on the entropy has no counterpart"),
             "entropy_coef": ((0, 0.0), "NeMo-RL's losses have no entropy bonus"),
             "use_liger_kernel": (
                 (False,),
@@ -267,5 +261,4 @@ PEER = Peer(
         "AsyncGRPOConfig": {"config_class": "AsyncGRPOConfig"},
     },
     config_options=("config",),
-    unrelated=unrelated_settings("trl"),
 )

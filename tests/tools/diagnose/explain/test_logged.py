@@ -6,11 +6,13 @@ import random
 import sys
 from types import SimpleNamespace
 
+import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_geomask.cli import main
+from nemo_geomask.cli.schema import json_schema
 from nemo_geomask.errors import DataError, MissingDependencyError
 from nemo_geomask.tools.diagnose.explain.logged_verdict import judge_logged
 from nemo_geomask.tools.diagnose.read.logged_metrics import read_logged
@@ -166,6 +168,7 @@ def test_a_run_without_records_is_judged_by_its_metrics(tmp_path, capsys):
     assert main(["diagnose", str(folder), "--json"]) == 1
     (output,) = json.loads(capsys.readouterr().out)
     assert (output["run"], output["health"]) == (str(folder), "drifting")
+    jsonschema.validate([output], json_schema("diagnose"))
     assert main(["diagnose", str(folder), "--html", str(tmp_path / "x.html")]) == 2
     assert "none of these folders has any" in capsys.readouterr().err
 

@@ -25,7 +25,7 @@ from tests.tools.diagnose.read.hostile_logs import (
     valid_lines,
 )
 
-MAX_SECONDS, MAX_BYTES = 5, 2**30
+MAX_BYTES = 2**30
 MODULES = (
     "nemo_geomask.tools.diagnose.report.diagnose_command",
     "nemo_geomask.tools.diagnose.report.sweep_command",
@@ -45,7 +45,6 @@ def check_refused(outcome, *expected):
     for text in expected:
         assert text in outcome.output
     assert len(outcome.output) < 5000
-    assert outcome.cpu_seconds < MAX_SECONDS
     assert outcome.peak_bytes < MAX_BYTES
 
 

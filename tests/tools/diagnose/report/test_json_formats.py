@@ -6,8 +6,8 @@ import jsonschema
 import pytest
 
 from nemo_geomask.cli import main
+from nemo_geomask.cli.schema import JSON_FORMATS, json_schema
 from nemo_geomask.tools.diagnose.planted_logs import write_step
-from nemo_geomask.tools.shared.json_formats import FORMATS, json_schema
 from nemo_geomask.tools.shared.json_output import JSON_VERSION
 from tests.evidence.diagnose.planted_causes import planted_step
 
@@ -55,7 +55,7 @@ def test_diagnose_and_sweep(capsys, records):
     check("sweep", sweep)
 
 
-@pytest.mark.parametrize("command", FORMATS)
+@pytest.mark.parametrize("command", JSON_FORMATS)
 def test_the_schema_is_one_and_refuses_other_keys(command, capsys):
     schema = written(["schema", "--of", command], capsys)
     assert schema == json_schema(command)

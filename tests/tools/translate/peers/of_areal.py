@@ -21,12 +21,7 @@ MODULES = {
 }
 _NO_KL = {"actor.kl_ctl": 0.0}
 _DECOUPLED = {**_NO_KL, "actor.use_decoupled_loss": True}
-_CISPO = {
-    **_NO_KL,
-    "actor.use_cispo_loss": True,
-    "actor.eps_clip": 1.0,
-    "actor.eps_clip_higher": 0.1,
-}
+_CISPO = {**_NO_KL, "actor.use_cispo_loss": True, "actor.eps_clip": 1.0, "actor.eps_clip_higher": 0.1}
 
 
 def _rs(metric: str, upper: float, lower: float | None = None, **more: Any) -> dict[str, Any]:
@@ -58,11 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
     "cispo, sampler's log-probs": {**_CISPO, "actor.eps_clip": 0.1, "actor.eps_clip_higher": 0.2},
     "cispo, decoupled": {**_rs("ratio", 1.2, 0.9), **_CISPO},
     "sapo": {**_NO_KL, "actor.use_sapo_loss": True, "actor.sapo_tau_neg": 1.4},
-    "sapo, sequence ratio": {
-        **_NO_KL,
-        "actor.use_sapo_loss": True,
-        "actor.importance_sampling_level": "sequence",
-    },
+    "sapo, sequence ratio": {**_NO_KL, "actor.use_sapo_loss": True, "actor.importance_sampling_level": "sequence"},
 }
 DIFFERS: dict[str, str] = {}
 _REJECTION = {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean", "upper": 5.0, "lower": None}

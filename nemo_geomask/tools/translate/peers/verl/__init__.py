@@ -1,5 +1,116 @@
 """verl: settings under ``algorithm.rollout_correction``, and those of the actor's loss."""
 
-from nemo_geomask.tools.translate.peers.verl.peer import PEER
+from __future__ import annotations
 
-__all__ = ["PEER"]
+from nemo_geomask.tools.translate.peer_table import Assign, Conversion, Peer, PeerSettings, Remark, without_counterpart
+from nemo_geomask.tools.translate.peers.verl.correction import (
+    convert_bypass_before_v1,
+    convert_bypass_in_v1,
+    convert_decoupled,
+    is_plain_bypass,
+)
+from nemo_geomask.tools.translate.peers.verl.loss_settings import LOSS_MODES, convert_kl, convert_normalization
+from nemo_geomask.tools.translate.peers.verl.settings import (
+    ACTOR,
+    DEFAULTS,
+    OUTSIDE_LOSS_FN,
+    PRESETS,
+    PROGRAM,
+    RC,
+    ROLLOUT,
+    TRANSFORMER,
+)
+
+
+def _convert(settings: PeerSettings) -> Conversion:
+    mode, bypass = str(settings[ACTOR + "policy_loss.loss_mode"]), bool(settings[RC + "bypass_mode"])
+    if settings["async_training.use_rollout_log_probs"] and not bypass:
+        bypass = True
+        yield Remark(
+            "Under async_training.use_rollout_log_probs, verl's fully asynchronous trainer takes the rollout's "
+            "log-probs as old ones, as with bypass_mode."
+        )
+    elif settings[ACTOR + "use_rollout_log_probs"] and not bypass:
+        text = "use_rollout_log_probs: some versions of verl take the rollout's log-probs as old ones; set bypass_mode"
+        yield Remark(text, (ACTOR + "use_rollout_log_probs",))
+    program = settings[PROGRAM]
+    if bypass and program is not None and not is_plain_bypass(settings, mode):
+        text = (
+            "bypass_mode: verl's documentation and its programs differ in the effect of rollout_is, rollout_rs, "
+            f"loss_type and loss_mode: {mode}; the block follows the documentation"
+        )
+        yield Remark(text, (RC + "bypass_mode",))
+    if bypass and mode in LOSS_MODES and mode != "vanilla" and settings["trainer.use_v1"]:
+        yield from convert_bypass_in_v1(settings, mode)
+    elif bypass or mode == "bypass_mode":
+        mode = "bypass_mode"
+        yield from convert_bypass_before_v1(settings)
+    elif mode in LOSS_MODES:
+        yield from LOSS_MODES[mode](settings)
+        yield from convert_decoupled(settings, mode)
+    else:
+        modes = ", ".join(LOSS_MODES)
+        yield Assign("name", "clipped_pg")
+        yield Remark(
+            f"policy_loss.loss_mode: {mode} has no counterpart; values with a counterpart: {modes}", ("loss_mode",)
+        )
+        yield from convert_decoupled(settings, mode)
+    yield from convert_normalization(settings, mode)
+    yield from convert_kl(settings)
+    yield from without_counterpart(
+        settings,
+        {
+            ACTOR + "entropy_coeff": ((0, 0.0, None), "NeMo-RL's losses have no entropy bonus"),
+            ROLLOUT + "logprobs_mode": (
+                ("processed_logprobs", None),
+                "NeMo-RL's log-probs of the sampler are those after temperature, top-p and top-k",
+            ),
+            **{
+                TRANSFORMER + name: ((0, 0.0, None), "NeMo-RL has no setting for this loss of Megatron's")
+                for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "dsa_indexer_loss_coeff")
+            },
+        },
+    )
+    yield Remark(
+        "verl clamps log-ratios to ±20 before exp (gspo: to at most 10), this package to at most 40; larger ratios "
+        "differ."
+    )
+
+
+PEER = Peer(
+    name="verl",
+    title="verl's rollout correction and actor",
+    source="verl-project/verl at 1dda039b9",
+    defaults=DEFAULTS,
+    convert=_convert,
+    outside_loss_fn=OUTSIDE_LOSS_FN,
+    sections=("rollout_correction", "policy_loss"),
+    constructors=("RolloutCorrectionConfig",),
+    presets=PRESETS,
+    marks=(
+        "*actor_rollout_ref.*",
+        "*rollout_correction.*",
+        "rollout_is*",
+        "rollout_rs*",
+        "async_training.*",
+        "policy_loss.*",
+        "loss_agg_mode",
+        "algorithm.norm_adv_by_std_in_grpo",
+    ),
+    programs={
+        "verl.trainer.main_ppo": {PROGRAM: "main_ppo"},
+        "verl.experimental.one_step_off_policy.main_ppo": {PROGRAM: "one_step_off"},
+        "verl.experimental.fully_async_policy.fully_async_main": {
+            PROGRAM: "fully_async",
+            RC + "bypass_mode": True,
+            ACTOR + "use_rollout_log_probs": True,
+        },
+    },
+    other_programs=("verl.trainer.sft_trainer*", "verl.trainer.main_generation*", "verl.trainer.main_eval"),
+    config_options=("config_name", "defaults"),
+    base_configs={
+        "ppo_*trainer": {},
+        "one_step_off_ppo_*trainer": {},
+        "fully_async_ppo_*trainer": {RC + "bypass_mode": True, ACTOR + "use_rollout_log_probs": True},
+    },
+)

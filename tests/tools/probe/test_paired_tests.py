@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nemo_geomask.errors import ArgumentError
-from nemo_geomask.tools.shared.paired_tests import holm, sign_flip_p
+from nemo_geomask.tools.probe.paired_tests import holm, sign_flip_p
 
 
 def test_all_differences_of_one_sign_have_the_smallest_p():
