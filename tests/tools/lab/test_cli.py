@@ -73,6 +73,7 @@ def test_compare_writes_all_outputs(recipe, tmp_path, capsys):
     assert len(read_curves([out])) == 3
 
 
+@pytest.mark.long
 def test_settings_vary_in_every_combination_on_every_seed(recipe, tmp_path, capsys):
     arguments = ["lab", str(recipe), "--steps", "2", "--vary", "policy.lr=1e-3,2e-3"]
     arguments += [
@@ -223,7 +224,6 @@ def test_an_interrupt_keeps_what_was_trained(recipe, tmp_path, monkeypatch, caps
     ("arguments", "message"),
     [
         (["grpo.max_num_step=3"], "tiny.yaml: grpo.max_num_step: unknown key; did you mean 'max_num_steps'?"),
-        (["loss_fn.ratio_clip_mn=3"], "loss_fn.ratio_clip_mn: unknown key"),
         (["--compare", "gspo:none,gspoo"], "variant 'gspoo': loss_fn.name: no loss named 'gspoo'"),
         (["--compare", "gspo:tokn"], "unknown correction level 'tokn'; did you mean 'token'? levels: token, sequence,"),
         (
@@ -274,7 +274,7 @@ def test_files_of_the_users_are_not_overwritten(recipe, tmp_path, capsys):
 
 
 def test_a_run_that_breaks_says_so(recipe, tmp_path, capsys):
-    main(["lab", str(recipe), "policy.lr=1e30", "--out", str(tmp_path / "out")])
+    main(["lab", str(recipe), "policy.lr=1e30", "--jobs", "1", "--out", str(tmp_path / "out")])
     printed = " ".join(capsys.readouterr().out.split())
     assert "of the updates had a non-finite gradient and were skipped" in printed
     assert "means are over finite values only" in printed
@@ -293,7 +293,10 @@ def own_losses(tmp_path, monkeypatch):
 
 def test_module_attribute_is_found_in_the_current_folder(recipe, tmp_path, own_losses):
     specs = "my_own_losses:MINE,my_own_losses:MINE:sequence_mean+geometric"
-    assert main(["lab", str(recipe), "--steps", "1", "--compare", specs, "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main(["lab", str(recipe), "--steps", "1", "--compare", specs, "--jobs", "1", "--out", str(tmp_path / "out")])
+        == 0
+    )
     variants = {curve.label: curve.facts["loss_fn"] for curve in read_curves([tmp_path / "out"])}
     assert list(variants) == specs.split(",")
     assert {variant["name"] for variant in variants.values()} == {"my_own_losses:MINE"}

@@ -87,13 +87,6 @@ def test_a_mistake_in_a_recipe_is_named_with_its_key(data, message):
         LabRecipe.read(data, source="r.yaml")
 
 
-def test_docs_per_step_takes_the_place_of_the_default_batch_size():
-    policy = LabRecipe.read({"policy": {"docs_per_step": 100}}, source="r.yaml").policy
-    assert (policy.documents, policy.docs_per_step, policy.train_global_batch_size) == (100, 100, None)
-    policy = LabRecipe.read({}, source="r.yaml").policy
-    assert (policy.documents, policy.docs_per_step, policy.train_global_batch_size) == (64, None, 64)
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_shipped_recipes_are_valid(path):
     from nemo_geomask import build_loss

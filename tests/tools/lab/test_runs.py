@@ -119,6 +119,7 @@ def test_a_restored_trainer_takes_the_course_of_one_that_went_on(tiny, tmp_path,
     assert other.state()["vetoed"] == whole.state()["vetoed"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_curve_and_loses_a_step_at_most(tmp_path):
     recipe = tmp_path / "tiny.yaml"
