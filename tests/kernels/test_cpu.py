@@ -10,7 +10,8 @@ from nemo_geomask.kernels import RowGradientInputs, choose
 from nemo_geomask.parallel import vocab_parallel_logprobs
 from tests.helpers.logprobs import IGNORE, check_digits, loops, shifted
 
-KERNELS = ["torch", pytest.param("triton", marks=pytest.mark.filterwarnings("ignore::RuntimeWarning"))]
+INTERPRETED = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+KERNELS = ["torch", pytest.param("triton", marks=INTERPRETED)]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
