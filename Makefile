@@ -161,7 +161,7 @@ lint: $(VENV)/.test
 
 docs: $(VENV)/.test
 	$(BIN)/python -m tests.benchmarks.tables
-	$(BIN)/python -m tests.evidence.diagnose.detection_power --page docs/background/verdict.md
+	$(BIN)/python -m tests.evidence.diagnose.detection_power --page docs/evidence/diagnosis.md
 	$(BIN)/python -m tests.evidence.lab
 	$(BIN)/nemo-geomask schema --out recipes/recipe.schema.json
 

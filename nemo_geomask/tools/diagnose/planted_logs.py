@@ -284,7 +284,7 @@ def _main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--cause", choices=list(PLANTED_CAUSES))
     parser.add_argument(
-        "--strength", type=float, default=1.0, help="in the unit of the cause, see docs/background/verdict.md"
+        "--strength", type=float, default=1.0, help="in the unit of the cause, see docs/evidence/diagnosis.md"
     )
     parser.add_argument("--onset", type=int, default=1, help="first step of the cause")
     parser.add_argument("--steps", type=int, default=RunShape.steps)

@@ -1,7 +1,7 @@
 """Measurement of the detectors: how often planted causes are named, and how often a clean run raises a false alarm.
 
 ``python -m tests.evidence.diagnose.detection_power --seeds 20 [DIR …]`` measures, with the clean logs in DIR as
-well. ``--page docs/background/verdict.md`` writes the tables of causes, health limits and results into the page.
+well. ``--page docs/evidence/diagnosis.md`` writes the tables of causes, health limits and results into the page.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _measure_all(seeds: int, logs: Sequence[Path]) -> dict[str, Any]:
 def rewrite(text: str, results: dict[str, Any]) -> str:
     """Return the page's text with generated tables of the causes, the health limits and the results."""
     for mark, table in (("causes", _cause_table()), ("levels", _limit_table()), ("power", _power_table(results))):
-        text = replace_marked_text(text, mark, table, page="verdict.md")
+        text = replace_marked_text(text, mark, table, page="diagnosis.md")
     return text
 
 
@@ -171,7 +171,7 @@ def rewrite_held_out(text: str, figures: dict[str, Any]) -> str:
         f"{right} of {runs} where the cause accounts for more than half of k3. False alarms: "
         f"{len(figures['false_alarms'])} in {figures['clean']} clean runs."
     )
-    return replace_marked_text(text, "held-out", f"{markdown_table(head, rows)}\n\n{caption}", page="verdict.md")
+    return replace_marked_text(text, "held-out", f"{markdown_table(head, rows)}\n\n{caption}", page="diagnosis.md")
 
 
 def _main() -> None:

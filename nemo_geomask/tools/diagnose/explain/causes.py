@@ -51,7 +51,7 @@ class Cause:
     detect: Detector
 
 
-_SOURCE = "our threshold, measured on planted causes, see docs/background/verdict.md"
+_SOURCE = "our threshold, measured on planted causes"
 _PART_RATIONALE = f"the part's share of the mismatch minus its share of the expected mismatch; {_SOURCE}"
 CAUSES: tuple[Cause, ...] = (
     Cause(

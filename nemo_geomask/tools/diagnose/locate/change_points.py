@@ -11,18 +11,6 @@ import numpy as np
 
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
-__all__ = [
-    "MIN_AFTER",
-    "MIN_NOISE",
-    "MIN_RISE",
-    "MIN_SCORE",
-    "MIN_VALUES",
-    "ChangePoint",
-    "change_at",
-    "find_change",
-    "step_noise",
-]
-
 MIN_RISE = math.log(1.5)
 """Smallest change of a mismatch's logarithm that counts as a change: a factor of 1.5."""
 MIN_SCORE = 6.0

@@ -21,17 +21,6 @@ from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
 from nemo_geomask.tools.diagnose.measure.thresholds import IMMATERIAL_K3
 
-__all__ = [
-    "MAX_ONSET_DISTANCE",
-    "RECENT_STEPS",
-    "Alarm",
-    "Rise",
-    "find_alarms",
-    "find_cycle",
-    "find_rise",
-    "find_short_rise",
-]
-
 RECENT_STEPS = 3
 """Minimum number of steps from which the present state of a run is judged."""
 MIN_LIKELY_SCORE = 4.0

@@ -15,17 +15,6 @@ from nemo_geomask.tools.diagnose.measure.run_statistics import BIN_REPLICATES, B
 from nemo_geomask.tools.diagnose.measure.step_sums import BOOTSTRAP_SUMS, StepSums
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
-__all__ = [
-    "BIN_SUM_COLUMN",
-    "SMALL_DIFFERENCE",
-    "Detection",
-    "DetectionState",
-    "Detector",
-    "Evidence",
-    "MismatchSums",
-    "fault_mismatch",
-]
-
 BIN_SUM_COLUMN = {name: index for index, name in enumerate(BIN_SUMS)}
 """Column of each sum in :attr:`Window.bin_sums`."""
 SMALL_DIFFERENCE = "the difference is sure, but smaller than that of a named cause"

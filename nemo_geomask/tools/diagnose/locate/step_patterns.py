@@ -12,8 +12,6 @@ from nemo_geomask.optional import require
 from nemo_geomask.tools.diagnose.locate.change_points import MIN_AFTER, MIN_RISE, MIN_SCORE, MIN_VALUES, step_noise
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
-__all__ = ["EdgeRise", "Period", "find_edge_rise", "find_period"]
-
 MIN_CYCLES = 3
 """Number of times that a cycle must be repeated in a run."""
 MAX_CHANCE = 1e-5

@@ -11,8 +11,6 @@ from nemo_geomask.tools.diagnose.read.record_reader import Array
 from nemo_geomask.tools.shared.intervals import ratio_interval
 from nemo_geomask.tools.shared.terminal_tables import ABSENT
 
-__all__ = ["BinRates", "format_ratio_interval"]
-
 
 class BinRates:
     """Mismatch of each bin of a window.

@@ -8,8 +8,6 @@ import numpy as np
 
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
-__all__ = ["poisson_draws"]
-
 # Cumulative probabilities of a Poisson variable of mean 1; the probability of 12 and more is 1e-9.
 _CUMULATIVE = np.cumsum([math.exp(-1) / math.factorial(count) for count in range(12)])
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)

@@ -9,8 +9,6 @@ import numpy as np
 
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
-__all__ = ["DIMENSIONS", "DIMENSIONS_BY_NAME", "ENVIRONMENT", "SURPRISE_EDGES", "Dimension"]
-
 ENVIRONMENT = "environment"
 """Value of ``--by`` for the names of environments, which are not known in advance and so have no edges."""
 SURPRISE_EDGES = np.array([1e-3, 1e-2, 0.1, 0.35, 0.7, 1.2, 2.0, 3.0, 4.6, 6.9])

@@ -22,15 +22,6 @@ from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
-__all__ = [
-    "MIN_STEPS",
-    "SHOWN_SCORE",
-    "LaggedCorrelation",
-    "measure_lagged_correlation",
-    "mismatch_feedback",
-    "summarize_feedback",
-]
-
 SHOWN_SCORE = 2.5
 """Standard errors above which one series is said to predict the other."""
 MIN_STEPS = 20

@@ -9,8 +9,6 @@ import numpy as np
 from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
-__all__ = ["LogprobFaults", "find_faults"]
-
 UNSURE_LOGPROB = -0.05
 """Below this log-prob an engine is unsure of a token: there the other engine's log-prob can't round to exactly 0."""
 MAX_POSITIVE_LOGPROB = 1e-3

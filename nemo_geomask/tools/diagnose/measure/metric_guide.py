@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS
 
-__all__ = ["Alert", "Family", "MetricEntry", "alerts", "metric_families"]
-
 LABEL = "<label>"
 """Placeholder for a mask's label in the names of metrics."""
 

@@ -12,17 +12,6 @@ from nemo_geomask.tools.diagnose.measure.run_statistics import BIN_SUMS
 from nemo_geomask.tools.diagnose.measure.step_sums import StepSums, ratio_or_nan
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
-__all__ = [
-    "AGAINST_EXPECTED",
-    "BIN_MEASURES",
-    "QUANTITIES",
-    "REMOVED_SHARES",
-    "BinMeasure",
-    "Quantity",
-    "effective_share",
-    "measure_bins",
-]
-
 
 class Quantity(NamedTuple):
     """A quantity of one step, or of several steps together.

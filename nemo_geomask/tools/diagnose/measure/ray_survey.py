@@ -13,8 +13,6 @@ from nemo_geomask.errors import ConfigError, DataError, GeomaskError, MissingDep
 from nemo_geomask.tools.diagnose.measure.run_survey import RecordMapper
 from nemo_geomask.tools.diagnose.read.record_sources import apply_to_record
 
-__all__ = ["connect_ray"]
-
 LOCAL = "local"
 """Address that starts a cluster on this machine."""
 CONNECT_SECONDS = 10

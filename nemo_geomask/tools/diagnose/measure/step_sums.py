@@ -36,19 +36,6 @@ import numpy as np
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
-__all__ = [
-    "BOOTSTRAP_REPLICATES",
-    "BOOTSTRAP_SUMS",
-    "FAULTS",
-    "FAULT_SUMS",
-    "SUMS",
-    "TOKEN_SUMS",
-    "GroupSums",
-    "MaskSums",
-    "StepSums",
-    "ratio_or_nan",
-]
-
 BOOTSTRAP_REPLICATES = 100
 """Number of replicates of the bootstrap over sequences."""
 

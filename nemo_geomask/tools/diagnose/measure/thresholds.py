@@ -10,8 +10,6 @@ from typing import Any, Literal, NamedTuple
 from nemo_geomask.tools.diagnose.measure.step_sums import BOOTSTRAP_SUMS, StepSums
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
-__all__ = ["HEALTH_LIMITS", "HEALTH_ORDER", "IMMATERIAL_K3", "MIN_SEQUENCES", "Health", "HealthLimit", "Reading"]
-
 Health = Literal["healthy", "drifting", "broken"]
 HEALTH_ORDER: tuple[Health, ...] = ("healthy", "drifting", "broken")
 """Values of :data:`Health`, from best to worst."""

@@ -8,8 +8,6 @@ import numpy as np
 
 from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
 
-__all__ = ["MAX_CAPPED_ABS", "TrainedTokens", "select_trained_tokens"]
-
 MAX_LOG_RATIO = 40.0
 """Log-ratio at which token ratios saturate, as in the losses."""
 MAX_CAPPED_ABS = 1.0

@@ -11,8 +11,6 @@ from typing import Any, BinaryIO
 from nemo_geomask.errors import DataError, InputLimitError
 from nemo_geomask.recipe.input_limits import InputLimits, current_limits, limit_error, open_regular_file
 
-__all__ = ["open_log", "parse_json", "read_json_lines"]
-
 _MAX_EXCERPT = 200
 """Length of what an error quotes of another error, which may quote the file."""
 

@@ -35,8 +35,6 @@ from nemo_geomask.records.stored_files import open_folder, store_record
 from nemo_geomask.tools.diagnose.read.json_lines import open_log, read_json_lines
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
-__all__ = ["JSONL_WRITER", "convert_log", "log_step", "source_fingerprint"]
-
 JSONL_WRITER = "nemo_rl"
 """Name of the writer in the file names of converted records."""
 _CONVERSION = 2

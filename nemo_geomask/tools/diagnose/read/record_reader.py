@@ -14,8 +14,6 @@ from nemo_geomask.recipe.input_limits import InputLimits
 from nemo_geomask.records.record_checks import RecordFile, open_record
 from nemo_geomask.records.record_schema import COLUMNS, REMOVED
 
-__all__ = ["Array", "RecordBlock", "read_blocks"]
-
 Array = NDArray[Any]
 _COLUMNS_BY_NAME = {column.name: column for column in COLUMNS}
 

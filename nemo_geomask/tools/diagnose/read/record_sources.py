@@ -21,8 +21,6 @@ from nemo_geomask.records.record_checks import open_record, read_origin
 from nemo_geomask.records.record_schema import RecordOrigin, file_name, step_files
 from nemo_geomask.tools.diagnose.read.jsonl_logs import JSONL_WRITER, convert_log, log_step
 
-__all__ = ["DAMAGE", "RunFiles", "Tolerant", "apply_to_record", "find_run", "find_runs", "map_records"]
-
 CONVERTED_FOLDER = "geomask-records"
 """Name of the folder, beside NeMo-RL's logs, for the records that are converted from them."""
 

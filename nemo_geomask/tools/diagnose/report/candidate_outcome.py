@@ -15,8 +15,6 @@ from nemo_geomask.tools.diagnose.read.record_reader import Array
 from nemo_geomask.tools.diagnose.report.sweep_candidates import Candidate
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
-__all__ = ["DEFINITIONS", "PARTS", "WITHOUT_GRADIENT", "CandidateOutcome", "add_silent_tokens", "add_step"]
-
 REPLICATES = 100
 """Number of bootstrap replicates over sequences."""
 

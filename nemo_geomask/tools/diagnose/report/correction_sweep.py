@@ -24,8 +24,6 @@ from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
 from nemo_geomask.tools.diagnose.report.candidate_outcome import CandidateOutcome, add_silent_tokens, add_step
 from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES, NO_CORRECTION, RECIPE_SOURCE, Candidate
 
-__all__ = ["padded_batch", "replay", "select_compatible"]
-
 SMALL_ADVANTAGE = 1e-4
 """Advantage that stands for 0, so that a token without a gradient has a coefficient."""
 

@@ -14,8 +14,6 @@ from nemo_geomask.tools.diagnose.read.record_reader import RecordBlock
 from nemo_geomask.tools.diagnose.read.record_sources import RunFiles
 from nemo_geomask.tools.diagnose.report.report_tables import Decode
 
-__all__ = ["MISMATCH_GRADES", "Excerpt", "MarkedToken", "worst_excerpts"]
-
 CONTEXT_TOKENS = 60
 """Number of tokens that are shown before, and after, the worst one."""
 MISMATCH_GRADES = (0.01, 0.1, 0.5, 1.0)

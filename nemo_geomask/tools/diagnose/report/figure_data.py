@@ -28,16 +28,6 @@ from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics, Wi
 from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
 from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS, HealthLimit
 
-__all__ = [
-    "MAX_POINTS",
-    "Curve",
-    "Figure",
-    "GroupMismatch",
-    "diagnosis_figures",
-    "group_mismatches",
-    "metric_figures",
-]
-
 MAX_POINTS = 240
 """Largest number of points of a curve; the steps of a longer run are pooled."""
 

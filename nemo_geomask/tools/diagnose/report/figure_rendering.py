@@ -14,8 +14,6 @@ from nemo_geomask.optional import require
 from nemo_geomask.tools.diagnose.report.figure_data import Curve, Figure
 from nemo_geomask.tools.shared.palette import CONTRASTING_COLOURS, LINE_STYLES
 
-__all__ = ["plotly_figure", "run_colour", "write_pngs"]
-
 RUN_SYMBOLS = ("circle", "diamond", "square", "x")
 """Plotly's symbols; runs of the same colour differ in them."""
 POINT_SYMBOLS = ("star", "circle", "circle-open")

@@ -11,8 +11,6 @@ from nemo_geomask.errors import DataError
 from nemo_geomask.tools.diagnose.measure.run_survey import read_step, survey_run
 from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, find_run
 
-__all__ = ["MeasuredRun", "measure_run"]
-
 REPLAYED_STEPS = 2
 """Number of steps that are replayed to measure what a recipe's masks keep."""
 MIN_STEPS = 3

@@ -9,8 +9,6 @@ from typing import Any
 from nemo_geomask.tools.diagnose.report.report_tables import Table
 from nemo_geomask.tools.shared.terminal_tables import format_cell
 
-__all__ = ["PageColumn", "PageTable", "merge_tables"]
-
 
 @dataclass(frozen=True)
 class PageColumn:

@@ -15,8 +15,6 @@ from nemo_geomask.tools.diagnose.measure.thresholds import Health
 from nemo_geomask.tools.diagnose.read.logged_metrics import read_logged
 from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, find_runs
 
-__all__ = ["FallbackVerdict", "JudgedRun", "OverallHealth", "RunVerdicts", "find_recorded_runs", "judge_runs"]
-
 OverallHealth = Literal[Health, "unknown"]
 _HEALTH_ORDER: tuple[OverallHealth, ...] = ("healthy", "drifting", "unknown", "broken")
 """Values of :data:`OverallHealth`, from best to worst."""

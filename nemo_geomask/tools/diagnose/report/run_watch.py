@@ -21,8 +21,6 @@ from nemo_geomask.tools.diagnose.report.run_verdicts import (
 )
 from nemo_geomask.tools.diagnose.report.verdict_output import OutputOptions, print_verdicts, write_files
 
-__all__ = ["watch_runs"]
-
 
 def watch_runs(
     directories: Sequence[Path], seconds: float, options: OutputOptions, *, skip_damaged: bool = False

@@ -8,8 +8,6 @@ from typing import Any
 
 from nemo_geomask.config.presets import PUBLISHED_SETTINGS
 
-__all__ = ["CANDIDATES", "GRID", "NO_CORRECTION", "RECIPE_SOURCE", "Candidate", "split_recipe_loss"]
-
 
 @dataclass(frozen=True)
 class Candidate:

@@ -12,8 +12,6 @@ from nemo_geomask.losses import build_loss
 from nemo_geomask.tools.diagnose.measure.thresholds import MIN_SEQUENCES
 from nemo_geomask.tools.diagnose.report.candidate_outcome import CandidateOutcome
 
-__all__ = ["explain_no_recommendation", "format_loss_block", "pareto_front", "recommend"]
-
 MAX_VARIANCE = 1.1
 """Largest variance that a recommended candidate may have, as a multiple of the variance without correction."""
 

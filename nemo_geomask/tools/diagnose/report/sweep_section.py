@@ -18,8 +18,6 @@ from nemo_geomask.tools.diagnose.report.json_formats import SweepJson
 from nemo_geomask.tools.diagnose.report.page_tables import PageTable, merge_tables
 from nemo_geomask.tools.diagnose.report.report_tables import Table
 
-__all__ = ["SweepSection", "build_sweep_section", "read_sweep"]
-
 
 def read_sweep(path: Path) -> dict[str, Any]:
     """Return the object that ``nemo-geomask sweep --json`` printed.

@@ -514,7 +514,7 @@ def test_the_tables_and_the_json_hold_the_same_values():
 
 def test_the_page_has_the_recorded_measurements_and_the_thresholds_of_the_code():
     docs = Path(detection_power.__file__).parents[3] / "docs"
-    text = (docs / "background" / "verdict.md").read_text(encoding="utf-8")
+    text = (docs / "evidence" / "diagnosis.md").read_text(encoding="utf-8")
     measured = json.loads((docs / "diagnose" / "power.json").read_text(encoding="utf-8"))
     assert detection_power.rewrite(text, measured) == text, "run: make docs"
     held_out = json.loads((docs / "diagnose" / "held_out.json").read_text(encoding="utf-8"))
