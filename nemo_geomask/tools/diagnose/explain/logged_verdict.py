@@ -160,7 +160,7 @@ class LoggedVerdict:
     Attributes:
         health: health of the run.
         since: first step of the rise to unhealthy values; None if there was none.
-        values: median of each judged metric over the steps since the rise, or over the last third of the steps.
+        values: median of each judged metric over the last third of the steps, or those since a rise within them.
         remarks: spikes, impossible values and rises that are no reason for the verdict.
         sentence: the verdict as text.
     """
@@ -248,7 +248,8 @@ def _judge_metric(
     windows = ([excess[step] for step in last_third if step in excess], [excess[step] for step in usable[-2:]])
     health = max((_judge_window(window, metric) for window in windows), key=HEALTH_ORDER.index)
     since, rise = _find_rise(list(excess.values()), usable, metric)
-    judged = [step for step in usable if step >= since] if since is not None and health != "healthy" else last_third
+    is_risen = since is not None and since > last_third[0] and health != "healthy"
+    judged = [step for step in usable if is_risen and step >= (since or 0)] or last_third
     values = sorted(by_step[step] for step in judged if step in excess and step not in impossible)
     values = values or sorted(by_step[step] for step in judged if step in excess)
     median = values[len(values) // 2] if values else math.nan
