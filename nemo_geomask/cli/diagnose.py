@@ -100,6 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="compare the runs with this one over the steps that both have (other hardware, top-p, cascade attention)",
     )
+    parser.add_argument(
+        "--experts",
+        choices=("yes", "no"),
+        help="whether the model has experts, which only records of newer versions say; expert routing is a cause if so",
+    )
     add_limit_option(parser)
     parser.add_argument(
         "--ray",
@@ -128,6 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
         splits=arguments.by,
         against=arguments.against,
         ray_address=arguments.ray,
+        has_experts={"yes": True, "no": False, None: None}[arguments.experts],
         skip_damaged=arguments.skip_damaged,
     )
     return _STATUS_OF_HEALTH[run_diagnose(options)]

@@ -33,6 +33,7 @@ COLUMN_BATCH_KEYS = {
     "weight_version": "weight_version",
     "staleness": "staleness",
     "environment": "environment",
+    "replica": "replica",
 }
 """Key of the batch that holds each column; NeMo-RL's own key where it has one."""
 JSONL_KEYS = {

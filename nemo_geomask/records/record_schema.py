@@ -24,6 +24,9 @@ CHECKSUM_KEY = "nemo_geomask.checksum"
 ORIGIN_KEY = "nemo_geomask.origin"
 """Key of a file's metadata with the :class:`RecordOrigin` that wrote it, as JSON; every file with a checksum has it."""
 
+FACTS_KEY = "nemo_geomask.facts"
+"""Key of a file's metadata with properties of the whole run, as JSON; see :func:`arrow_schema`."""
+
 REMOVED = "removed."
 """Prefix of the column that is True for the tokens a mask removes; the mask's label follows."""
 
@@ -96,6 +99,9 @@ COLUMNS: tuple[Column, ...] = (
         "string",
         "name of the environment of the sequence's prompt, NeMo-Gym's agent; null where the loop does not name it",
     ),
+    Column(
+        "replica", "string", "name of the generation engine's replica of the sequence; null where the loop names none"
+    ),
     Column("weight_version", "int64", "version of the weights that generation began with"),
     Column("staleness", "int32", "number of rollout batches between the weights that generated and those that train"),
     Column("reward", "float32", "reward of the sequence, after shaping, before the baseline"),
@@ -129,7 +135,8 @@ def arrow_schema(masks: Iterable[str] = (), facts: Mapping[str, Any] | None = No
     Args:
         masks: labels of the masks; each gets a column ``removed.<label>``, True for the trained tokens it removes.
         facts: properties of the whole run, for JSON: ``settings`` of the loss, ``loop``, ``policy`` (``curr`` or
-            ``prev``: the log-probs that masks on the current policy were evaluated on), versions.
+            ``prev``: the log-probs that masks on the current policy were evaluated on), ``experts`` of a layer of the
+            model (0 for none), versions.
 
     Raises:
         MissingDependencyError: pyarrow is not installed.
@@ -139,7 +146,7 @@ def arrow_schema(masks: Iterable[str] = (), facts: Mapping[str, Any] | None = No
     metadata = {
         "nemo_geomask.schema": str(VERSION),
         "nemo_geomask.version": nemo_geomask.__version__,
-        "nemo_geomask.facts": json.dumps(dict(facts or {})),
+        FACTS_KEY: json.dumps(dict(facts or {})),
     }
     return arrow.schema(
         [

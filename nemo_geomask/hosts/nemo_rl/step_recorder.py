@@ -49,6 +49,22 @@ def check_recording(config: LossConfig) -> None:
     require_arrow()
 
 
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Fields of Hugging Face's model configurations with the number of experts in a layer."""
+
+
+def _count_experts(policy: Any) -> dict[str, int]:
+    """Return ``experts``, the number of experts in a layer of the policy's model; nothing if its name doesn't tell."""
+    try:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(policy.cfg["model_name"]).get_text_config()
+    except Exception:  # no model_name, no network, or a model that needs code of its own: the record then says nothing
+        return {}
+    counts = [getattr(config, name, None) for name in _EXPERT_COUNTS]
+    return {"experts": next((count for count in counts if type(count) is int), 0)}
+
+
 class StepRecorder:
     """Recorder of one policy's steps; errors are logged and fail no step.
 
@@ -58,7 +74,7 @@ class StepRecorder:
     """
 
     def __init__(self, policy: Any, config: LossConfig) -> None:
-        facts = {"nemo_rl": describe_version(), "policy_class": type(policy).__name__}
+        facts = {"nemo_rl": describe_version(), "policy_class": type(policy).__name__} | _count_experts(policy)
         assert config.record is not None
         self._settings = config.record
         # A strong reference would keep the policy alive: training_step holds this recorder in a dictionary with weak

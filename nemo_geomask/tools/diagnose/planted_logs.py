@@ -21,6 +21,8 @@ from nemo_geomask.records.record_schema import COLUMNS, RecordOrigin, arrow_sche
 from nemo_geomask.records.stored_files import open_folder, store_record
 from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
 
+EXPERTS = 64
+"""Experts of the synthetic model."""
 USUAL_NOISE = 0.02
 """Standard deviation of the noise on the training engine's logits, as with bfloat16 in the lab."""
 ROUTING_FLIP_NOISE, ROUTING_FLIP_SHARE = 0.3, 0.015
@@ -261,7 +263,7 @@ def write_step(directory: Path, block: RecordBlock) -> Path:
     Raises: MissingDependencyError: pyarrow is missing.
     """
     arrow = require_arrow()
-    schema, offsets = arrow_schema(), arrow.array(block.offsets, arrow.int32())
+    schema, offsets = arrow_schema(facts={"experts": EXPERTS}), arrow.array(block.offsets, arrow.int32())
     table = {}
     for column in COLUMNS:
         column_type = schema.field(column.name).type

@@ -1,0 +1,1 @@
+"""What ``diagnose`` finds in synthetic runs with planted faults."""

@@ -23,8 +23,6 @@ from nemo_geomask.tools.diagnose.read.record_sources import find_runs
 from tests.evidence.diagnose.planted_causes import PLANTED_CAUSES, STRENGTHS, planted_run
 from tests.helpers.markdown import markdown_table, replace_marked_text
 
-__all__ = ["measure_clean_runs", "measure_planted_causes", "rewrite", "rewrite_held_out"]
-
 ONSET = 7
 """First step with the planted cause, in runs that begin without it."""
 CLEAN_RUNS = 100
@@ -93,9 +91,17 @@ def rewrite(text: str, results: dict[str, Any]) -> str:
 
 def _cause_table() -> str:
     rows = (
-        (f"`{cause.id}`", cause.name, f"> {cause.threshold:g}: {cause.rationale}", cause.action) for cause in CAUSES
+        (
+            f"`{cause.id}`",
+            cause.name,
+            f"> {cause.threshold:g}: {cause.rationale}",
+            f"likely: {'; '.join(cause.likely)}. To tell them apart: {cause.action}"
+            if cause.is_place
+            else cause.action,
+        )
+        for cause in CAUSES
     )
-    return markdown_table(("cause", "what it is", "shown when", "what to do"), rows)
+    return markdown_table(("cause or place", "what it is", "shown when", "what to do"), rows)
 
 
 def _limit_table() -> str:
@@ -144,34 +150,30 @@ def _power_table(results: dict[str, Any]) -> str:
     return f"{markdown_table(head, rows)}\n\n{caption}"
 
 
-def rewrite_held_out(text: str, figures: dict[str, Any]) -> str:
-    """Return the page's text with the table of the held-out runs, whose figures a test's module measures."""
+def rewrite_mixtures(text: str, figures: dict[str, Any]) -> str:
+    """Return the page's text with the table of the mixtures, whose figures ``measure_mixtures`` measures."""
     rows = []
-    for cause, counts in figures["major"].items():
-        other = figures["minor"][cause]
-        names = [
-            ", ".join(f"{name} {count}" for name, count in sorted(part.items()) if name != "right") or "–"
-            for part in (counts, other)
-        ]
+    for name, counts in figures["faults"].items():
+        others = ", ".join(
+            f"{id_} {count}" for id_, count in sorted(counts["named"].items(), key=lambda item: -item[1])
+        )
+        minor = counts["runs"] - counts["major"]
         rows.append(
             (
-                f"`{cause}`",
-                f"{counts.get('right', 0)} of {sum(counts.values())}",
-                names[0],
-                f"{other.get('right', 0)} of {sum(other.values())}",
-                names[1],
+                name.replace("_", " "),
+                f"{counts['place_right']} of {counts['major']}",
+                f"{counts['minor_right']} of {minor}",
+                counts["wrong_cause"],
+                others,
             )
         )
-    right, runs = (
-        sum(counts.get("right", 0) for counts in figures["major"].values()),
-        sum(sum(counts.values()) for counts in figures["major"].values()),
-    )
-    head = ("planted", "share of k3 above a half: named first", "instead", "share below a half: named first", "instead")
+    head = ("fault", "right, of half of the excess or more", "right, of less", "wrong cause", "named first")
     caption = (
-        f"{right} of {runs} where the cause accounts for more than half of k3. False alarms: "
-        f"{len(figures['false_alarms'])} in {figures['clean']} clean runs."
+        f"A wrong cause first in {figures['wrong_cause']} of {figures['runs']} runs; right in {figures['place_right']} "
+        f"of {figures['major']} where the fault has half of the mismatch. Of {figures['clean']} clean runs, "
+        f"{figures['not_healthy']} are not healthy."
     )
-    return replace_marked_text(text, "held-out", f"{markdown_table(head, rows)}\n\n{caption}", page="diagnosis.md")
+    return replace_marked_text(text, "mixtures", f"{markdown_table(head, rows)}\n\n{caption}", page="diagnosis.md")
 
 
 def _main() -> None:
@@ -196,8 +198,10 @@ def _main() -> None:
         page: Path = arguments.page
         results = json.loads(out.read_text(encoding="utf-8"))
         text = rewrite(page.read_text(encoding="utf-8"), results)
-        held_out = json.loads(out.with_name("held_out.json").read_text(encoding="utf-8"))
-        page.write_text(rewrite_held_out(text, held_out), encoding="utf-8")
+        mixtures = page.with_name("mixtures.json")
+        if mixtures.exists():
+            text = rewrite_mixtures(text, json.loads(mixtures.read_text(encoding="utf-8")))
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def planted_run(
         shape: sizes of the run.
     """
     shape = shape or RunShape()
-    statistics = RunStatistics()
+    statistics = RunStatistics(experts=64)
     for step in range(1, shape.steps + 1):
         step_cause = cause if step >= onset else None
         block = planted_step(seed, step, step_cause, strength, steps_since_onset=step - onset + 1, shape=shape)

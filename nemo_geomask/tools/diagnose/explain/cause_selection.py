@@ -7,26 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemo_geomask.tools.diagnose.explain.causes import (
-    CAUSES,
-    DISTRIBUTION_CAUSES,
-    LOCATION_CAUSES,
-    NOISE_CAUSES,
-    WITHIN_SEQUENCE_CAUSES,
-    Cause,
-)
-from nemo_geomask.tools.diagnose.locate.run_evidence import Detection, Evidence, MismatchSums
+from nemo_geomask.tools.diagnose.explain.causes import CAUSES, DISTRIBUTION_CAUSES, NOISE_CAUSES, PLACES, Cause
+from nemo_geomask.tools.diagnose.explain.evidence import Detection, Evidence, MismatchSums
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
 __all__ = ["Estimate", "ExplainedShare", "RankedCause", "rank_causes"]
 
-WITHIN_SEQUENCE_PREFERENCE = 1.25
-"""Factor by which the share of a cause within a sequence counts more than that of other location causes.
-
-Late tokens are mostly in long responses, so a mismatch at late positions also makes long responses stand out. The
-difference within one sequence is the more specific observation.
-"""
 LARGEST_PART = 0.5
 """Share of k3 above which a cause precedes all others, since none of them can account for as much of it."""
 MIN_LISTED_SHARE = 0.05
@@ -78,10 +65,9 @@ class RankedCause(NamedTuple):
 def rank_causes(detections: Mapping[str, Detection], evidence: Evidence) -> list[RankedCause]:
     """Return the causes that the records show, the one that accounts for most of the mismatch first.
 
-    The rank is the mean of the cause's shares of k3 and of |Δ|; a cause with more than half of k3 precedes. Several
-    causes may say that a part of the data is worse, such as late positions; the part with most excess mismatch and
-    least other data precedes the others. Causes overlap, so a part of the data only accounts for the mismatch that no
-    cause in ``DISTRIBUTION_CAUSES`` accounts for, and noise only for what remains after both.
+    The rank is the mean of the cause's shares of k3 and of |Δ|; a cause with more than half of k3 precedes. Places have
+    no token in common, but causes overlap: a place only accounts for the mismatch that no cause in
+    ``DISTRIBUTION_CAUSES`` accounts for, and noise only for what remains after both.
 
     Args:
         detections: outcome of each cause that may be named, by the id of the cause.
@@ -99,8 +85,10 @@ def rank_causes(detections: Mapping[str, Detection], evidence: Evidence) -> list
     if "filtered" in shown:
         # Where the filter keeps a single token, that token has a log-prob of 0.
         shown.pop("zero_logprobs", None)
-    if {"filtered", "temperature", "stale_engine"} & set(shown):
+    if {"filtered", "temperature", "scaled", "stale_engine"} & set(shown):
         shown.pop("biased_weight", None)  # it follows from any of them
+    if "routing" in shown:
+        shown.pop("few_tokens", None)  # the tokens whose experts differ
     sums = _disjoint_sums({id_: detections[id_] for id_ in shown}, evidence)
     total = evidence.mismatch_after
     ranks: dict[str, float] = {}
@@ -112,24 +100,7 @@ def rank_causes(detections: Mapping[str, Detection], evidence: Evidence) -> list
             ranks[id_] = _unmeasured_rank(cause, evidence)
         elif cause.is_bug or max(share.k3.value, share.capped_abs.value) >= MIN_LISTED_SHARE:
             ranks[id_] = (share.k3.value + share.capped_abs.value) / 2 + (share.k3.value > LARGEST_PART)
-    _prefer_narrow_part(ranks, detections)
     return [RankedCause(shown[id_], detections[id_], shares[id_]) for id_ in sorted(ranks, key=lambda id_: -ranks[id_])]
-
-
-def _prefer_narrow_part(ranked: dict[str, float], detections: Mapping[str, Detection]) -> None:
-    """Give the highest rank of the parts of the data to the one with most excess mismatch and least other data.
-
-    Parts overlap: of a wide and a narrow one with the same excess mismatch, the narrow one is the cause.
-    """
-    excess_shares = {
-        id_: detections[id_].value * (WITHIN_SEQUENCE_PREFERENCE if id_ in WITHIN_SEQUENCE_CAUSES else 1.0)
-        for id_ in LOCATION_CAUSES
-        if id_ in ranked
-    }
-    if excess_shares:
-        chosen = max(excess_shares, key=lambda id_: excess_shares[id_])
-        # Slightly higher, so that it precedes a part with an equal share.
-        ranked[chosen] = max(ranked[id_] for id_ in excess_shares) * (1 + 1e-9)
 
 
 def _disjoint_sums(shown: Mapping[str, Detection], evidence: Evidence) -> dict[str, MismatchSums | None]:
@@ -144,9 +115,10 @@ def _disjoint_sums(shown: Mapping[str, Detection], evidence: Evidence) -> dict[s
 
     # The mismatch that the run already had before the change needs no cause.
     excess = total if evidence.sums_before is None else evidence.mismatch_beyond(evidence.sums_before)
+    everywhere = tuple(id_ for id_ in DISTRIBUTION_CAUSES if id_ in shown and not shown[id_].place)
     for ids, more_specific, available in (
-        (LOCATION_CAUSES, DISTRIBUTION_CAUSES, total),
-        (NOISE_CAUSES, (*DISTRIBUTION_CAUSES, *LOCATION_CAUSES), excess),
+        (PLACES, everywhere, total),
+        (NOISE_CAUSES, (*everywhere, *PLACES), excess),
     ):
         remainder = available.minus(largest(more_specific))
         for id_ in ids:

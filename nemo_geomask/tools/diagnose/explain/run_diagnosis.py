@@ -9,13 +9,15 @@ from typing import NamedTuple
 
 from nemo_geomask.tools.diagnose.explain.cause_selection import RankedCause
 from nemo_geomask.tools.diagnose.explain.causes import Cause
+from nemo_geomask.tools.diagnose.explain.evidence import Detection, Evidence
 from nemo_geomask.tools.diagnose.locate.change_points import MIN_VALUES
 from nemo_geomask.tools.diagnose.locate.mismatch_history import Alarm
-from nemo_geomask.tools.diagnose.locate.run_evidence import Detection, Evidence
-from nemo_geomask.tools.diagnose.measure.thresholds import Health, Reading
+from nemo_geomask.tools.diagnose.measure.thresholds import IMMATERIAL_K3, Health, Reading
 
 __all__ = ["MismatchRatio", "RunDiagnosis", "ShownCause", "causes_by_need"]
 
+NOTABLE_GROWTH, NOTABLE_SHARE = 4.0, 0.5
+"""Growth of the few tokens with large noise, and their share of k3, above which a healthy verdict mentions them."""
 LOW_SURPRISE = 0.01
 """Mean surprise, in nats a token, below which the engines agree because the policy has hardly any choice left."""
 
@@ -57,6 +59,26 @@ class ShownCause:
         """The cause."""
         return self.ranked.cause
 
+    @property
+    def place(self) -> str:
+        """The tokens that have it; empty if all tokens do."""
+        return self.ranked.detection.place
+
+    @property
+    def phrase(self) -> str:
+        """The cause and where it is; of a place, the place alone."""
+        if self.cause.is_place:
+            return f"concentrated in {self.place or self.cause.name}"
+        return f"{self.cause.name} in {self.place}" if self.place else self.cause.name
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to do; of a place, whose cause is not known, the likeliest causes and what tells them apart."""
+        if not self.cause.is_place:
+            return (f"to do: {self.cause.action}",)
+        likely = "; ".join(f"({number}) {text}" for number, text in enumerate(self.cause.likely, start=1))
+        return f"cause not known; likely: {likely}", f"to tell them apart: {self.cause.action}"
+
 
 @dataclass(frozen=True)
 class RunDiagnosis:
@@ -75,7 +97,6 @@ class RunDiagnosis:
         surprise: mean of −gen over these steps, in nats a token.
         unjudged_reason: why no verdict is possible; empty if there is one.
         comparison: mismatch relative to the other run, if the run was compared with one.
-        remark: what a healthy run shows of the age of its samples; empty if nothing.
     """
 
     health: Health
@@ -89,7 +110,6 @@ class RunDiagnosis:
     surprise: float
     unjudged_reason: str = ""
     comparison: MismatchRatio | None = None
-    remark: str = ""
 
     @property
     def cause(self) -> Cause | None:
@@ -113,8 +133,7 @@ class RunDiagnosis:
             compared = f", {ratio.times:.3g} times ({ratio.low:.3g} to {ratio.high:.3g}; {k3})"
             compared += f" the mismatch of {ratio.name}"
         if self.health == "healthy":
-            remark = f"; {self.remark}" if self.remark else ""
-            return f"healthy{compared}: {self._readings_text()}{remark}"
+            return f"healthy{compared}: {self._readings_text()}"
         since = f" since step {self.since}" if self.since is not None else ""
         return f"{self.health}{since}{compared}: {self.explanation}"
 
@@ -130,7 +149,21 @@ class RunDiagnosis:
                 f"; the policy is nearly certain of its tokens (mean surprise {self.surprise:.2g} nats), which hides a "
                 "mismatch"
             )
-        return text
+        return "; ".join([text, *(f"remark: {remark}" for remark in self._remarks())])
+
+    def _remarks(self) -> list[str]:
+        """Return what stands out in a healthy run: a part of the data that is worse, or a few tokens that are."""
+        if self.comparison is not None or self.readings["geomask/mismatch_k3"].high < IMMATERIAL_K3:
+            return []
+        doubtful = sorted(self.evidence.location.doubtful, key=lambda region: -region.excess)[:1]
+        remarks = [
+            f"{region.description}: {region.lift:.1f} times the mismatch of the other tokens" for region in doubtful
+        ]
+        few = self.detections["few_tokens"]
+        if few.explained is not None and few.value > NOTABLE_GROWTH:
+            share = float(few.explained.k3[0] / max(float(self.evidence.mismatch_after.k3[0]), 1e-30))
+            remarks += [f"{few.description}, with {share:.0%} of k3"] if share > NOTABLE_SHARE else []
+        return remarks
 
     @property
     def explanation(self) -> str:
@@ -140,9 +173,10 @@ class RunDiagnosis:
             cycle = "" if period is None else f"; it repeats every {period.steps} steps"
             return f"no known cause is shown{cycle}"
         first, *further_causes = self.shown
-        text = f"{first.cause.name} ({self._evidence_text(first)})"
+        text = f"{first.phrase} ({self._evidence_text(first)})"
+        text += "; cause not known" if first.cause.is_place else ""
         if further_causes:
-            listed = ", ".join(f"{shown.cause.name}{self._further_text(shown)}" for shown in further_causes)
+            listed = ", ".join(f"{shown.phrase}{self._further_text(shown)}" for shown in further_causes)
             text += f"; also {listed}"
         return text
 

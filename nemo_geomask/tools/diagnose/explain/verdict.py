@@ -11,7 +11,8 @@ import numpy as np
 
 from nemo_geomask.errors import DataError
 from nemo_geomask.tools.diagnose.explain.cause_selection import RankedCause, rank_causes
-from nemo_geomask.tools.diagnose.explain.causes import CAUSES, LOCATION_CAUSES, NOISE_CAUSES
+from nemo_geomask.tools.diagnose.explain.causes import CAUSES, NOISE_CAUSES, PLACES
+from nemo_geomask.tools.diagnose.explain.evidence import Detection, Evidence
 from nemo_geomask.tools.diagnose.explain.run_diagnosis import MismatchRatio, RunDiagnosis, ShownCause
 from nemo_geomask.tools.diagnose.locate.change_points import MIN_NOISE, MIN_RISE, MIN_SCORE, find_change
 from nemo_geomask.tools.diagnose.locate.mismatch_history import (
@@ -23,7 +24,7 @@ from nemo_geomask.tools.diagnose.locate.mismatch_history import (
     find_short_rise,
     floored_logarithms,
 )
-from nemo_geomask.tools.diagnose.locate.run_evidence import Detection, Evidence
+from nemo_geomask.tools.diagnose.locate.regions import MIN_LIFT
 from nemo_geomask.tools.diagnose.locate.step_patterns import Period
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics, Window
 from nemo_geomask.tools.diagnose.measure.step_sums import BOOTSTRAP_SUMS, StepSums
@@ -35,13 +36,14 @@ from nemo_geomask.tools.diagnose.measure.thresholds import (
     Health,
     Reading,
 )
+from nemo_geomask.tools.diagnose.measure.token_table import TokenTable
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
 __all__ = ["MismatchRatio", "RunDiagnosis", "diagnose"]
 
 MIN_K3_RATIO = 2.0
 """Factor by which the interval of a run's k3 must exceed the other run's for it to be worse."""
-_RELATIVE_CAUSES = (*LOCATION_CAUSES, *NOISE_CAUSES, "temperature")
+_RELATIVE_CAUSES = (*PLACES, *NOISE_CAUSES, "temperature")
 """Causes that are measured in proportion to the whole mismatch, and thus show however small it is."""
 _NO_COMMON_TOKENS = "no sequence has a trained token with log-probs of both engines"
 
@@ -142,7 +144,6 @@ def diagnose(
         counted_steps=len(recent),
         surprise=total.mean("surprise"),
         unjudged_reason=unjudged_reason,
-        remark=_explain_staleness(detections) if health == "healthy" else "",
         comparison=comparison,
     )
 
@@ -178,9 +179,9 @@ def _find_part_that_rose(
     Such a part may be too small for the whole mismatch to rise. Over the whole run, the steps before hide it.
     """
     for detection in detections.values():
-        if not detection.is_open or detection.window_value is None:
+        if detection.is_shown or detection.part_value is None:
             continue
-        onset = _rise_in_windows(detection, inputs.statistics)
+        onset = _rise_of_part(detection, inputs.statistics)
         if onset is not None and (divided := _detect(inputs, onset, onset))[2]:
             return divided
     return None
@@ -219,22 +220,28 @@ def _onset(ranked: RankedCause, evidence: Evidence) -> int | None:
             if first > (evidence.first_step if evidence.onset is None else min(evidence.statistics.steps))
             else None
         )
-    onset = None if detection.window_value is None else _rise_in_windows(detection, evidence.statistics)
+    onset = None if detection.part_value is None else _rise_of_part(detection, evidence.statistics)
     if onset is None:
         return None if detection.is_standing else evidence.onset
     is_same = evidence.onset is not None and abs(onset - evidence.onset) <= MAX_ONSET_DISTANCE
     return evidence.onset if is_same else onset
 
 
-def _rise_in_windows(detection: Detection, statistics: RunStatistics) -> int | None:
-    """Return the first step since which the values of ``window_value`` are higher; None if they have not risen."""
-    assert detection.window_value is not None
-    values = {first_step: detection.window_value(window) for first_step, window in sorted(statistics.windows.items())}
-    finite = {first_step: value for first_step, value in values.items() if math.isfinite(value)}
-    change = find_change(floored_logarithms(list(finite.values())), MIN_NOISE)
+def _rise_of_part(detection: Detection, statistics: RunStatistics) -> int | None:
+    """Return the first step since which the values of ``part_value`` are higher; None if they have not risen."""
+    assert detection.part_value is not None
+    table, values = statistics.tokens, {}
+    starts = np.array([statistics.window_start(step) for step in table.step.tolist()], int)
+    for start in np.unique(starts[table.sequence]).tolist():
+        value = detection.part_value(table.select_sequences(starts == start))
+        if math.isfinite(value):
+            values[start] = value
+    change = find_change(floored_logarithms(list(values.values())), MIN_NOISE)
     if change is None or change.rise < MIN_RISE or change.score < MIN_SCORE:
         return None
-    return max(list(finite)[change.first], min(statistics.steps))
+    if detection.place and float(np.median(list(values.values())[: change.first])) > MIN_LIFT:
+        return None  # it stood out before, and only more since
+    return max(int(list(values)[change.first]), min(statistics.steps))
 
 
 def _gather_evidence(inputs: _Inputs, onset: int | None, first_step: int) -> Evidence:
@@ -242,16 +249,18 @@ def _gather_evidence(inputs: _Inputs, onset: int | None, first_step: int) -> Evi
     statistics, against = inputs.statistics, inputs.against
     start = statistics.window_start(first_step)
     before = Window()
+    tokens_before: TokenTable | None = None
     sums_before: StepSums | None = None
     step_sums_before: tuple[StepSums, ...] = ()
     side_names = "", "all steps" if first_step == min(statistics.steps) else f"from {first_step}"
     if against is not None:
-        before, sums_before = against.merge_windows(), against.total()
+        before, sums_before, tokens_before = against.merge_windows(), against.total(), against.tokens
         step_sums_before = tuple(against.steps.values())
         side_names = inputs.name, "this run"
     elif onset is not None:
         steps_before = [step for step in sorted(statistics.steps) if step < onset]
         before, sums_before = statistics.merge_windows(end=start), statistics.total(steps_before)
+        tokens_before = statistics.tokens.select_sequences(statistics.tokens.step < onset)
         step_sums_before = tuple(statistics.steps[step] for step in steps_before)
         side_names = f"before {onset}", f"from {onset}"
     return Evidence(
@@ -259,6 +268,7 @@ def _gather_evidence(inputs: _Inputs, onset: int | None, first_step: int) -> Evi
         onset=onset,
         first_step=first_step,
         is_worse=inputs.is_worse,
+        tokens_before=tokens_before if tokens_before is not None and len(tokens_before) else None,
         before=None if before.is_empty else before,  # empty if the change is within the first window
         after=statistics.merge_windows(start),
         sums_before=sums_before,
@@ -322,20 +332,12 @@ def _explain_few_sequences(
     )
 
 
-def _explain_staleness(detections: Mapping[str, Detection]) -> str:
-    """Return what is left open of the samples' age, which keeps no asynchronous run within the limits from health."""
-    detection = detections.get("staleness")
-    if detection is None or not detection.is_open:
-        return ""
-    return f"older samples differ more, as expected of an asynchronous run ({detection.description})"
-
-
 def _explain_open_causes(detections: Mapping[str, Detection]) -> str:
     """Return the causes that keep a run from being called healthy, and why; empty if there is none."""
     reasons = [
         f"{cause.id.replace('_', ' ')} ({detection.description}; needs {detection.needs})"
         for cause in CAUSES
-        if cause.id != "staleness" and (detection := detections[cause.id]).is_open
+        if (detection := detections[cause.id]).is_open
     ]
     return f"within the limits, but not testable for {'; '.join(reasons)}" if reasons else ""
 

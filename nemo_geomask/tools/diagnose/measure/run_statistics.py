@@ -12,18 +12,14 @@ import numpy as np
 
 from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS, ENVIRONMENT
 from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
+from nemo_geomask.tools.diagnose.measure.token_table import MAX_TOKENS, TokenTable, join_tables
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
 __all__ = [
     "BIN_PRODUCTS",
-    "BIN_REPLICATES",
     "BIN_SUMS",
     "MAX_ENVIRONMENTS",
-    "NOISE",
-    "NOISE_BINS",
-    "NOISE_BIN_OF_ONE",
     "OTHER_ENVIRONMENTS",
-    "REPLICATED_BIN_SUMS",
     "WORST_COUNT",
     "RunStatistics",
     "Window",
@@ -46,28 +42,11 @@ BIN_SUMS = (
     "signed_square",
 )
 """Sums over the tokens of a bin; see :mod:`~nemo_geomask.tools.diagnose.measure.step_sums` for their definitions."""
-REPLICATED_BIN_SUMS = (
-    "tokens",
-    "capped_abs",
-    "k3",
-    "one_minus_p",
-    "one_minus_p_squared",
-    "delta",
-    "capped_abs_squared",
-    "signed_square",
-)
-"""Sums of a bin that have bootstrap replicates, from which the intervals of a cause's share are computed."""
-BIN_REPLICATES = 50
-"""Number of these replicates; they are the first ones of the bootstrap over sequences."""
 BIN_PRODUCTS = ("capped_abs_squared", "capped_abs_times_one_minus_p", "one_minus_p_squared")
 """Products of the sums over one sequence's tokens in a bin, summed over sequences.
 
 The standard error over sequences of capped_abs / one_minus_p is computed from them.
 """
-NOISE = "noise"
-"""Key of the bins of a token's noise, which are not a dimension of ``--by``."""
-NOISE_BINS, NOISE_BIN_OF_ONE = 48, 32
-"""Bins of log2 z², z = Δ/(1 − p), each of width 1, from 2^-32; and the bin that begins at z² = 1."""
 MAX_WINDOWS = 128
 """Largest number of windows of a run."""
 MAX_ENVIRONMENTS = 50
@@ -82,16 +61,11 @@ WORST_COUNT = 8
 """Number of worst tokens, and of worst sequences, that are kept of a run."""
 
 
-_BIN_COUNTS = {**{dimension.name: dimension.bin_count for dimension in DIMENSIONS}, NOISE: NOISE_BINS}
+_BIN_COUNTS = {dimension.name: dimension.bin_count for dimension in DIMENSIONS}
 
 
 def _empty_bins(columns: int) -> dict[str, Array]:
     return {name: np.zeros((count, columns)) for name, count in _BIN_COUNTS.items()}
-
-
-def _empty_replicates() -> dict[str, Array]:
-    shape = len(REPLICATED_BIN_SUMS)
-    return {name: np.zeros((BIN_REPLICATES, count, shape), np.float32) for name, count in _BIN_COUNTS.items()}
 
 
 def _limit_environments(sums: dict[str, Array]) -> None:
@@ -106,16 +80,14 @@ class Window:
 
     Attributes:
         bin_sums: by dimension, [bins, len(BIN_SUMS)]; by a pair ``first,second``, [bins of first × bins of second,
-            len(BIN_SUMS)]; by ``NOISE``, [NOISE_BINS, len(BIN_SUMS)], whose bins are of log2 z², z = Δ/(1 − p).
+            len(BIN_SUMS)].
         bin_products: by the same keys, [bins, len(BIN_PRODUCTS)].
-        bin_replicates: by dimension and ``NOISE``, [BIN_REPLICATES, bins, len(REPLICATED_BIN_SUMS)].
         environment_sums: by name of the environment, or ``OTHER_ENVIRONMENTS``, [len(BIN_SUMS)].
         environment_products: by the same keys, [len(BIN_PRODUCTS)].
     """
 
     bin_sums: dict[str, Array] = field(default_factory=lambda: _empty_bins(len(BIN_SUMS)))
     bin_products: dict[str, Array] = field(default_factory=lambda: _empty_bins(len(BIN_PRODUCTS)))
-    bin_replicates: dict[str, Array] = field(default_factory=_empty_replicates)
     environment_sums: dict[str, Array] = field(default_factory=dict)
     environment_products: dict[str, Array] = field(default_factory=dict)
 
@@ -124,7 +96,6 @@ class Window:
         for mine, theirs in (
             (self.bin_sums, other.bin_sums),
             (self.bin_products, other.bin_products),
-            (self.bin_replicates, other.bin_replicates),
             (self.environment_sums, other.environment_sums),
             (self.environment_products, other.environment_products),
         ):
@@ -149,25 +120,12 @@ class Window:
         return Window(
             bin_sums=stack(self.environment_sums, len(BIN_SUMS)),
             bin_products=stack(self.environment_products, len(BIN_PRODUCTS)),
-            bin_replicates={},
         )
-
-    @property
-    def noise_histogram(self) -> Array:
-        """[NOISE_BINS], number of tokens in each bin of noise."""
-        tokens: Array = self.bin_sums[NOISE][:, BIN_SUMS.index("tokens")]
-        return tokens
-
-    def estimates(self, key: str, name: str) -> Array:
-        """Return [1 + BIN_REPLICATES, bins]: a sum of each bin, followed by its replicates."""
-        values = self.bin_sums[key][:, BIN_SUMS.index(name)]
-        replicates = self.bin_replicates[key][:, :, REPLICATED_BIN_SUMS.index(name)]
-        return np.concatenate([values[None], replicates.astype(float)])
 
     @property
     def is_empty(self) -> bool:
         """True if the window holds no token."""
-        return not self.noise_histogram.any()
+        return not self.bin_sums["probability"].any()
 
 
 class WorstToken(NamedTuple):
@@ -201,6 +159,8 @@ class RunStatistics:
         steps: sums of each step, by its number.
         windows: windows of ``width`` successive steps, by the number of their first step.
         width: steps in a window; it doubles whenever there are more than ``MAX_WINDOWS`` windows, which bounds memory.
+        tables: tables of the tokens without faults; see :attr:`tokens`.
+        experts: number of experts of the model, 0 for none; None if nothing says it.
         worst_tokens, worst_sequences: the ``WORST_COUNT`` worst tokens and sequences of the run, worst first.
         files: number of files, those that were left out included.
         left_out: damaged files that were left out, with the error of each.
@@ -211,6 +171,8 @@ class RunStatistics:
     steps: dict[int, StepSums] = field(default_factory=dict)
     windows: dict[int, Window] = field(default_factory=dict)
     width: int = 1
+    tables: list[TokenTable] = field(default_factory=list)
+    experts: int | None = None
     worst_tokens: list[WorstToken] = field(default_factory=list)
     worst_sequences: list[WorstSequence] = field(default_factory=list)
     files: int = 0
@@ -222,6 +184,10 @@ class RunStatistics:
         """Add the statistics of another part of the run; the order of additions changes only the rounding."""
         for step, sums in other.steps.items():
             self.steps.setdefault(step, StepSums()).add(sums)
+        self.tables += other.tables
+        if sum(len(table) for table in self.tables) > 2 * MAX_TOKENS:
+            self.tables = [join_tables(self.tables)]
+        self.experts = other.experts if self.experts is None else self.experts
         self._widen(other.width)
         for first_step, window in other.windows.items():
             self.windows.setdefault(self.window_start(first_step), Window()).add(window)
@@ -233,6 +199,13 @@ class RunStatistics:
         self.left_out |= other.left_out
         self.superseded |= other.superseded
         self.without_checksum += other.without_checksum
+
+    @property
+    def tokens(self) -> TokenTable:
+        """The run's tokens without faults, or a weighted sample of them."""
+        if len(self.tables) != 1:
+            self.tables = [join_tables(self.tables)]
+        return self.tables[0]
 
     @property
     def file_notes(self) -> list[str]:

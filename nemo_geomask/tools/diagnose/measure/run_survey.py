@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from nemo_geomask.errors import DataError
 from nemo_geomask.recipe.input_limits import InputLimits, current_limits
 from nemo_geomask.records.record_checks import read_metadata
-from nemo_geomask.records.record_schema import CHECKSUM_KEY
+from nemo_geomask.records.record_schema import CHECKSUM_KEY, FACTS_KEY
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_survey import survey_block
 from nemo_geomask.tools.diagnose.read.record_reader import RecordBlock, read_blocks
@@ -33,10 +34,19 @@ def survey_file(path: Path, dimension_pairs: DimensionPairs = (), limits: InputL
         dimension_pairs: as for :func:`survey_run`.
         limits: as for :func:`~nemo_geomask.tools.diagnose.read.record_reader.read_blocks`.
     """
-    statistics = RunStatistics(files=1, without_checksum=int(CHECKSUM_KEY.encode() not in read_metadata(path)))
+    metadata = read_metadata(path)
+    without_checksum = int(CHECKSUM_KEY.encode() not in metadata)
+    statistics = RunStatistics(files=1, without_checksum=without_checksum, experts=_read_experts(metadata))
     for block in read_blocks(path, limits):
         statistics.add(survey_block(block, dimension_pairs))
     return statistics
+
+
+def _read_experts(metadata: Mapping[bytes, bytes]) -> int | None:
+    """Return the number of experts that a record says the model has; None if it does not say it."""
+    facts = json.loads(metadata.get(FACTS_KEY.encode(), b"{}"))
+    experts = facts.get("experts") if isinstance(facts, dict) else None
+    return experts if type(experts) is int else None
 
 
 def _leave_out(path: Path, error: Exception) -> RunStatistics:

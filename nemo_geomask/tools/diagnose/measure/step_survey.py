@@ -19,6 +19,7 @@ from nemo_geomask.tools.diagnose.measure.step_sums import (
     StepSums,
 )
 from nemo_geomask.tools.diagnose.measure.token_bins import split_tokens
+from nemo_geomask.tools.diagnose.measure.token_table import tabulate
 from nemo_geomask.tools.diagnose.measure.token_values import MAX_CAPPED_ABS, TrainedTokens, select_trained_tokens
 from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
 
@@ -78,7 +79,8 @@ def survey_block(block: RecordBlock, dimension_pairs: Sequence[tuple[str, str]] 
     is_sound = ~(faults.zero | faults.positive | faults.shifted[sequence])[trained.index]
     sound = trained.select(is_sound)
     _sum_groups(sums, sound)
-    statistics.windows[step] = split_tokens(sound, mask, sequence, dimension_pairs, draws)
+    statistics.windows[step] = split_tokens(sound, mask, sequence, dimension_pairs)
+    statistics.tables = [tabulate(sound, mask, sequence)]
     statistics.worst_sequences = _worst_sequences(trained, step)
     statistics.worst_tokens = _worst_tokens(trained, step)
     return statistics

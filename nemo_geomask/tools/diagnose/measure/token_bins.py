@@ -8,14 +8,9 @@ import numpy as np
 
 from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS, DIMENSIONS_BY_NAME, ENVIRONMENT, Dimension
 from nemo_geomask.tools.diagnose.measure.run_statistics import (
-    BIN_REPLICATES,
     BIN_SUMS,
     MAX_ENVIRONMENTS,
-    NOISE,
-    NOISE_BIN_OF_ONE,
-    NOISE_BINS,
     OTHER_ENVIRONMENTS,
-    REPLICATED_BIN_SUMS,
     Window,
 )
 from nemo_geomask.tools.diagnose.measure.token_values import TrainedTokens
@@ -28,7 +23,7 @@ UNKNOWN = -1
 
 
 def split_tokens(
-    trained: TrainedTokens, mask: Array, sequence: Array, dimension_pairs: Sequence[tuple[str, str]], draws: Array
+    trained: TrainedTokens, mask: Array, sequence: Array, dimension_pairs: Sequence[tuple[str, str]]
 ) -> Window:
     """Sum the tokens' values in each bin of each dimension, and over each environment.
 
@@ -37,9 +32,7 @@ def split_tokens(
         mask: bool [N], the trained tokens of the block, finite or not; turns are counted from it.
         sequence: [N], the sequence of each token of the block.
         dimension_pairs: pairs of dimensions to split by together, in addition to every single dimension.
-        draws: [replicates, S], how often each bootstrap replicate contains each sequence.
     """
-    draws = draws[:BIN_REPLICATES]
     window = Window()
     values = _dimension_values(trained, mask, sequence)
 
@@ -52,7 +45,7 @@ def split_tokens(
     for dimension in DIMENSIONS:
         bins = bins_of(dimension)
         if bins is not None:
-            _add_bins(window, dimension.name, trained, bins, dimension.bin_count, draws)
+            _add_bins(window, dimension.name, trained, bins, dimension.bin_count)
     for names in dimension_pairs:
         first, second = (DIMENSIONS_BY_NAME[name] for name in names)
         first_bins, second_bins = bins_of(first), bins_of(second)
@@ -60,7 +53,6 @@ def split_tokens(
             is_known = (first_bins != UNKNOWN) & (second_bins != UNKNOWN)
             bins = np.where(is_known, first_bins * second.bin_count + second_bins, UNKNOWN)
             _add_bins(window, ",".join(names), trained, bins, first.bin_count * second.bin_count)
-    _add_bins(window, NOISE, trained, _noise_bins(trained), NOISE_BINS, draws)
     _add_environments(window, trained)
     return window
 
@@ -86,10 +78,8 @@ def _dimension_values(trained: TrainedTokens, mask: Array, sequence: Array) -> d
     }
 
 
-def _add_bins(
-    window: Window, name: str, trained: TrainedTokens, bins: Array, bin_count: int, draws: Array | None = None
-) -> None:
-    """Write the sums of each bin, the products of each sequence's sums, and the replicates for ``draws``."""
+def _add_bins(window: Window, name: str, trained: TrainedTokens, bins: Array, bin_count: int) -> None:
+    """Write the sums of each bin, and the products of each sequence's sums."""
     is_known = bins != UNKNOWN
     if not is_known.any():
         return
@@ -107,10 +97,6 @@ def _add_bins(
         return by_row
 
     size, expected = by_sequence("capped_abs"), by_sequence("one_minus_p")
-    if draws is not None:
-        window.bin_replicates[name] = np.stack(
-            [draws @ by_sequence(value) for value in REPLICATED_BIN_SUMS], axis=2
-        ).astype(np.float32)
     window.bin_products[name] = np.stack([product.sum(axis=0) for product in _products(size, expected)], axis=1)
 
 
@@ -142,11 +128,3 @@ def _add_environments(window: Window, trained: TrainedTokens) -> None:
     products = np.stack([add_up(product) for product in pairs], axis=1)
     window.environment_sums = dict(zip(keys, sums, strict=True))
     window.environment_products = dict(zip(keys, products, strict=True))
-
-
-def _noise_bins(trained: TrainedTokens) -> Array:
-    """Return [M], the bin of each token's noise."""
-    z_squared = np.square(trained.values["delta"]) / np.square(trained.values["one_minus_p"])
-    exponent = np.log2(np.maximum(z_squared, 1e-30)) + NOISE_BIN_OF_ONE
-    bins: Array = np.clip(exponent, 0, NOISE_BINS - 1).astype(np.int64)
-    return bins

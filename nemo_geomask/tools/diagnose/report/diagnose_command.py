@@ -41,6 +41,7 @@ class DiagnoseOptions:
             None: all tables.
         against: folder of a run to compare with, over the steps that both runs have.
         ray_address: address of the Ray cluster that reads the records; None: this machine reads them.
+        has_experts: whether the model has experts; None: as the records say.
         skip_damaged: leave damaged files out and judge the others; else they are an error.
     """
 
@@ -57,6 +58,7 @@ class DiagnoseOptions:
     splits: Sequence[str] | None = None
     against: Path | None = None
     ray_address: str | None = None
+    has_experts: bool | None = None
     skip_damaged: bool = False
 
 
@@ -103,6 +105,8 @@ def _find_and_judge(options: DiagnoseOptions, dimension_pairs: Sequence[tuple[st
         statistics = survey_run(run, steps, options.cache, dimension_pairs=dimension_pairs, mapper=mapper)
         if not statistics.steps:
             raise DataError(f"{run.directory}: the records hold no sequence")
+        if options.has_experts is not None:
+            statistics.experts = int(options.has_experts)
         return statistics
 
     skip = options.skip_damaged

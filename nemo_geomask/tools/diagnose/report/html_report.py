@@ -269,7 +269,7 @@ def _run_context(index: int, run: ReportedRun) -> dict[str, Any]:
         "health": "unknown" if diagnosis.unjudged_reason else diagnosis.health,
         "verdict": verdict,
         "reason": "; ".join([reason, *diagnosis.evidence.statistics.file_notes]),
-        "cause": diagnosis.cause,
+        "advice": diagnosis.shown[0].advice if diagnosis.shown else (),
         "ruled_out": [cause.name for cause in causes if detections[cause.id].state == "ruled out"],
         "untested": {
             needs: [cause.name for cause in causes if cause.id in ids]

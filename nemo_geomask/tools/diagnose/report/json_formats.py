@@ -13,11 +13,14 @@ Health = Annotated[str, Field(description="healthy, drifting, broken or unknown.
 
 
 class NamedCauseJson(TypedDict):
-    """The cause with the largest share."""
+    """The cause with the largest share, or the place whose cause is not known."""
 
     id: str
     name: str
     action: str
+    is_known: Annotated[bool, Field(description="False if it is a place: a part of the data, not a cause.")]
+    place: Annotated[str, Field(description="The tokens that have it; empty if all tokens do.")]
+    likely: Annotated[list[str], Field(description="The likeliest causes of a place.")]
 
 
 class CauseJson(TypedDict):

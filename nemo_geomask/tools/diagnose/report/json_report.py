@@ -7,9 +7,9 @@ from typing import Any, cast
 
 from nemo_geomask.tools.diagnose.explain.cause_selection import ExplainedShare
 from nemo_geomask.tools.diagnose.explain.causes import CAUSES
-from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis
+from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis, ShownCause
 from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS
-from nemo_geomask.tools.diagnose.report.json_formats import CauseJson, DiagnosisJson, LevelJson
+from nemo_geomask.tools.diagnose.report.json_formats import CauseJson, DiagnosisJson, LevelJson, NamedCauseJson
 from nemo_geomask.tools.diagnose.report.report_tables import Decode, diagnosis_tables
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, replace_nonfinite
 
@@ -27,7 +27,7 @@ def diagnosis_json(
         directory: folder of the run.
         decode, splits: as for :func:`~nemo_geomask.tools.diagnose.report.report_tables.diagnosis_tables`.
     """
-    cause = diagnosis.cause
+    first = diagnosis.shown[0] if diagnosis.shown else None
     causes: list[CauseJson] = []
     shown = {ranked.cause.id: ranked for ranked in diagnosis.shown}
     for tested in CAUSES:
@@ -67,7 +67,7 @@ def diagnosis_json(
         "verdict": diagnosis.sentence,
         "since": diagnosis.since,
         "against": None if diagnosis.comparison is None else diagnosis.comparison._asdict(),
-        "cause": None if cause is None else {"id": cause.id, "name": cause.name, "action": cause.action},
+        "cause": None if first is None else _cause_json(first),
         "steps": sorted(diagnosis.evidence.statistics.steps),
         "named": [ranked.cause.id for ranked in diagnosis.shown],
         "causes": causes,
@@ -80,6 +80,18 @@ def diagnosis_json(
         "files": list(diagnosis.evidence.statistics.file_notes),
     }
     return cast(DiagnosisJson, replace_nonfinite(values))
+
+
+def _cause_json(shown: ShownCause) -> NamedCauseJson:
+    cause = shown.cause
+    return {
+        "id": cause.id,
+        "name": cause.name,
+        "action": cause.action,
+        "is_known": not cause.is_place,
+        "place": shown.place,
+        "likely": list(cause.likely),
+    }
 
 
 def _share_json(share: ExplainedShare | None) -> dict[str, Any] | None:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from nemo_geomask.tools.diagnose.explain.causes import CAUSES
+from nemo_geomask.tools.diagnose.explain.evidence import Evidence
 from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis
-from nemo_geomask.tools.diagnose.locate.run_evidence import Evidence
 from nemo_geomask.tools.diagnose.measure.bin_rates import BinRates, format_ratio_interval
 from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS, DIMENSIONS_BY_NAME, ENVIRONMENT
 from nemo_geomask.tools.diagnose.measure.feedback import SHOWN_SCORE, mismatch_feedback, summarize_feedback

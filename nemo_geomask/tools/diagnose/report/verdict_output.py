@@ -70,8 +70,8 @@ def print_verdicts(verdicts: RunVerdicts, options: OutputOptions) -> None:
         return
     for run in verdicts.judged:
         print(f"{run.files.directory}: {run.diagnosis.sentence}")
-        if run.diagnosis.cause is not None:
-            print(f"  to do: {run.diagnosis.cause.action}")
+        for line in run.diagnosis.shown[0].advice if run.diagnosis.shown else ():
+            print(f"  {line}")
         for note in run.diagnosis.evidence.statistics.file_notes:
             print(f"  files: {escape_line(note)}")
     for folder, verdict in verdicts.fallbacks.items():

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from nemo_geomask.tools.diagnose.explain.cause_selection import rank_causes
-from nemo_geomask.tools.diagnose.locate.run_evidence import Detection, Evidence, MismatchSums
-from nemo_geomask.tools.diagnose.measure.run_statistics import BIN_REPLICATES, RunStatistics, Window
+from nemo_geomask.tools.diagnose.explain.evidence import Detection, Evidence, MismatchSums
+from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics, Window
 from nemo_geomask.tools.diagnose.measure.step_sums import BOOTSTRAP_SUMS, StepSums
+from nemo_geomask.tools.diagnose.measure.token_table import REPLICATES
 
 
 def evidence(*, k3=10.0, capped_abs=20.0, first_step=5, nonfinite=0.0, all_tokens=100.0, before=None):
@@ -24,14 +25,14 @@ def evidence(*, k3=10.0, capped_abs=20.0, first_step=5, nonfinite=0.0, all_token
             sums.bootstrap[:, BOOTSTRAP_SUMS.index(name)] = value / 2
         sums["one_minus_p"] = sums["one_minus_p_squared"] = 50.0
         statistics.steps[step] = sums
-    return Evidence(statistics, None, first_step, True, None, Window(), before, (5, 6), ("", ""))
+    return Evidence(statistics, None, first_step, True, None, None, Window(), before, (5, 6), ("", ""))
 
 
 def shown(k3=None, capped_abs=None, **more):
     """A cause that is shown, and accounts for these sums."""
     explained = None
     if k3 is not None:
-        explained = MismatchSums(*(np.full(1 + BIN_REPLICATES, value) for value in (k3, capped_abs)))
+        explained = MismatchSums(*(np.full(1 + REPLICATES, value) for value in (k3, capped_abs)))
     return Detection(more.pop("value", 1.0), "", is_shown=True, explained=explained, **more)
 
 
@@ -56,7 +57,7 @@ def test_a_share_is_that_of_the_mismatch():
 
 
 def test_the_interval_of_a_share_is_that_of_its_replicates():
-    explained = np.linspace(0.0, 10.0, 1 + BIN_REPLICATES)
+    explained = np.linspace(0.0, 10.0, 1 + REPLICATES)
     detection = dataclasses.replace(shown(), explained=MismatchSums(explained, explained))
     (ranked,) = rank_causes({"temperature": detection}, evidence())
     low, high = np.quantile(explained[1:] / 10.0, (0.025, 0.975))
@@ -120,23 +121,15 @@ def test_of_several_causes_the_one_with_most_k3_is_taken_from_the_others():
     assert (shares["routing"].k3.value, shares["routing"].capped_abs.value) == pytest.approx((0.5, 0.75))
 
 
-def test_of_parts_with_the_same_mismatch_the_one_with_most_excess_comes_first():
-    def parts(**excess):
-        return names({id_: shown(4.0, 8.0, value=value) for id_, value in excess.items()})
+def test_expert_routing_replaces_the_few_tokens_whose_experts_differ():
+    assert names({"few_tokens": shown(5.0, 8.0)}) == ["few_tokens"]
+    assert names({"few_tokens": shown(5.0, 8.0), "routing": shown(5.0, 8.0)}) == ["routing"]
 
-    assert parts(staleness=0.3, length=0.5) == ["length", "staleness"]
-    assert parts(staleness=0.5, length=0.3) == ["staleness", "length"]
-    assert parts(length=0.3, group=0.2) == ["length", "group"]
-    # A difference within a sequence is the more specific one, and counts 1.25 times.
-    assert parts(position=0.41, length=0.5)[0] == "position"
-    assert parts(position=0.39, length=0.5)[0] == "length"
-    # It takes the highest rank of the parts, and not more: here the first has that of most mismatch.
-    detections = {
-        "staleness": shown(4.0, 8.0, value=0.5),
-        "length": shown(3.0, 6.0, value=0.6),
-        "filtered": shown(4.1, 8.1),
-    }
-    assert names(detections) == ["filtered", "length", "staleness"]
+
+def test_a_cause_within_a_place_leaves_the_place_its_share():
+    detections = {"temperature": shown(6.0, 12.0, place="replica 3"), "replica": shown(8.0, 16.0, place="replica 3")}
+    shares = {ranked.cause.id: ranked.share.k3.value for ranked in rank_causes(detections, evidence())}
+    assert shares == pytest.approx({"temperature": 0.6, "replica": 0.8})
 
 
 def test_a_cause_of_almost_nothing_is_not_named_unless_it_is_a_bug():

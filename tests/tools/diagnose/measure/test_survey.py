@@ -79,7 +79,7 @@ def test_every_dimension_holds_every_token_once(block):
     for one in DIMENSIONS:
         tokens = window.bin_sums[one.name][:, BIN_SUMS.index("tokens")].sum()
         assert tokens == (0 if one.name == "entropy" else statistics.steps[5]["tokens"]), one.name
-    assert window.noise_histogram.sum() == statistics.steps[5]["tokens"]
+    assert len(statistics.tokens) == statistics.steps[5]["tokens"]
 
 
 def test_turns_and_positions_are_counted_within_the_response():
@@ -322,9 +322,11 @@ def test_windows_widen_as_a_run_grows():
         statistics.add(survey_block(planted_step(0, step, None, 0.0, shape=RunShape(prompts=1, samples=1, length=24))))
     assert len(statistics.steps) == 300
     assert (len(statistics.windows), statistics.width) == (76, 4)
-    tokens = sum(window.noise_histogram.sum() for window in statistics.windows.values())
-    assert tokens == statistics.total()["tokens"]
-    assert statistics.merge_windows(100, 200).noise_histogram.sum() == statistics.total(range(100, 200))["tokens"]
+    tokens = BIN_SUMS.index("tokens")
+    windows = statistics.windows.values()
+    assert sum(window.bin_sums["probability"][:, tokens].sum() for window in windows) == statistics.total()["tokens"]
+    middle = statistics.merge_windows(100, 200).bin_sums["probability"][:, tokens].sum()
+    assert middle == statistics.total(range(100, 200))["tokens"]
 
 
 def test_a_written_synthetic_step_is_read_unchanged(tmp_path):

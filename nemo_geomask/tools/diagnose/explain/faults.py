@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from nemo_geomask.tools.diagnose.locate.run_evidence import Detection, Evidence, MismatchSums, fault_mismatch
+from nemo_geomask.tools.diagnose.explain.evidence import Detection, Evidence, MismatchSums, fault_mismatch
 from nemo_geomask.tools.diagnose.measure.step_sums import StepSums, ratio_or_nan
 
 __all__ = ["MIN_SHIFTED_IN_ONE_STEP", "detect_nonfinite", "detect_positive", "detect_shift", "detect_zeros"]

@@ -1,25 +1,13 @@
-"""Detectors of samples from old weights: a generation engine that is no longer updated, and asynchronous staleness."""
+"""Detector of a generation engine whose weights are no longer updated."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 
-from nemo_geomask.tools.diagnose.locate.location_detectors import (
-    MIN_LIFT,
-    MIN_SCORE,
-    detect_range,
-    squared_relative_error,
-)
-from nemo_geomask.tools.diagnose.locate.run_evidence import BIN_SUM_COLUMN, Detection, Evidence, MismatchSums
-from nemo_geomask.tools.diagnose.locate.step_patterns import Period
-from nemo_geomask.tools.diagnose.measure.run_statistics import Window
+from nemo_geomask.tools.diagnose.explain.evidence import Detection, Evidence
 from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
-from nemo_geomask.tools.diagnose.read.record_reader import Array
-
-__all__ = ["detect_stale_engine", "detect_staleness"]
 
 MIN_VERSIONED_STEPS = 5
 """Number of steps that prove a stale engine if all their samples are from the same weight version."""
@@ -31,8 +19,6 @@ MIN_RISE_OF_AGE = 0.25
 """Rise of the mean staleness, in steps, that can explain a rise of the mismatch."""
 MIN_STEPS_SINCE_RISE = 3
 """Number of steps since the rise in which k3 can be seen to grow."""
-MIN_TOKENS = 100
-"""Smallest number of fresh, and of stale, tokens that are compared."""
 
 
 def detect_stale_engine(evidence: Evidence, threshold: float) -> Detection:
@@ -94,62 +80,3 @@ def _advantage_score(sums: StepSums) -> float:
     covariance = sums["ad"] - mean * sums["an"]
     variance = sums["a2d2"] - 2 * mean * sums["a2dn"] + mean * mean * sums["a2n2"]
     return covariance / math.sqrt(variance) if variance > 0 else 0.0
-
-
-def detect_staleness(evidence: Evidence, threshold: float) -> Detection:
-    """Look for a larger mismatch of the older samples, or of all stale samples.
-
-    Fresh samples have a staleness of 0. An asynchronous loop has them only in its first steps, so the stale samples of
-    *after* are compared with the fresh samples of the whole run.
-    """
-    name = "staleness"
-    by_age = detect_range(name, upper_only=True)(evidence, threshold)
-    if evidence.compares_runs:
-        return by_age
-    if by_age.needs and evidence.period is not None:
-        return _detect_cycle(evidence, evidence.period)
-    run, after = evidence.statistics.merge_windows(), evidence.after
-    fresh, stale = run.bin_sums[name][0], after.bin_sums[name][1:].sum(axis=0)
-    tokens, size, expected = BIN_SUM_COLUMN["tokens"], BIN_SUM_COLUMN["capped_abs"], BIN_SUM_COLUMN["one_minus_p"]
-    if min(fresh[tokens], stale[tokens]) < MIN_TOKENS or not fresh[size]:
-        return by_age
-    explained = _excess_over_fresh(run, after)
-    if by_age.is_shown:
-        return replace(by_age, explained=explained)
-    fresh_rate, stale_rate = float(fresh[size] / fresh[expected]), float(stale[size] / stale[expected])
-    if evidence.before is not None:
-        before = evidence.before.bin_sums[name][1:].sum(axis=0)
-        if before[size] < MIN_LIFT * fresh_rate * before[expected]:
-            return by_age  # there were stale samples before the rise, without this mismatch
-    error = squared_relative_error(run.bin_products[name][0], fresh_rate, float(fresh[size]))
-    error += squared_relative_error(after.bin_products[name][1:].sum(axis=0), stale_rate, float(stale[size]))
-    lift = stale_rate / max(fresh_rate, 1e-12)
-    excess = float(stale[size] - stale[expected] * fresh_rate) / float(fresh[size] + stale[size])
-    if lift <= MIN_LIFT or math.log(lift) <= MIN_SCORE * math.sqrt(error + 1e-12) or excess <= threshold:
-        return by_age
-    description = f"stale samples have {lift:.1f} times the mismatch of fresh ones"
-    return Detection(excess, description, True, explained=explained)
-
-
-def _excess_over_fresh(run: Window, after: Window) -> MismatchSums:
-    """Return the mismatch of the stale samples of *after* beyond the rate of the run's fresh samples."""
-
-    def excess(measure: str, expectation: str) -> Array:
-        fresh, fresh_expected = (run.estimates("staleness", name)[:, 0] for name in (measure, expectation))
-        stale, expected = (after.estimates("staleness", name)[:, 1:].sum(axis=1) for name in (measure, expectation))
-        result: Array = np.maximum(stale - expected * fresh / np.maximum(fresh_expected, 1e-12), 0.0)
-        return result
-
-    return MismatchSums(excess("k3", "one_minus_p_squared"), excess("capped_abs", "one_minus_p"))
-
-
-def _detect_cycle(evidence: Evidence, period: Period) -> Detection:
-    """Report the cycle of the mismatch as a sign of staleness, for records that do not hold the staleness."""
-    steps = [step for step in evidence.steps_after if period.phases.get(step) == period.lowest]
-    explained = evidence.mismatch_beyond(evidence.statistics.total(steps))
-    share = float(explained.capped_abs[0]) / max(float(evidence.mismatch_after.capped_abs[0]), 1e-12)
-    description = (
-        f"the mismatch repeats every {period.steps} steps and varies by a factor of {period.times:.1f} within them, "
-        "as the age of samples between two refits does; the records hold no weight versions"
-    )
-    return Detection(share, description, True, explained=explained)

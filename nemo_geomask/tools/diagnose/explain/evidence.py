@@ -10,15 +10,15 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from nemo_geomask.tools.diagnose.locate.regions import Location, Region, locate
 from nemo_geomask.tools.diagnose.locate.step_patterns import Period
-from nemo_geomask.tools.diagnose.measure.run_statistics import BIN_REPLICATES, BIN_SUMS, RunStatistics, Window
+from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics, Window
 from nemo_geomask.tools.diagnose.measure.step_sums import BOOTSTRAP_SUMS, StepSums
+from nemo_geomask.tools.diagnose.measure.token_table import REPLICATES, TokenTable, sum_with_replicates
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
-BIN_SUM_COLUMN = {name: index for index, name in enumerate(BIN_SUMS)}
-"""Column of each sum in :attr:`Window.bin_sums`."""
-SMALL_DIFFERENCE = "the difference is sure, but smaller than that of a named cause"
-"""Reason why a cause is left open."""
+MAX_LOG_RATIO = 40.0
+"""Log-ratio at which k3 saturates, as in the losses."""
 DetectionState = Literal["shown", "ruled out", "not testable"]
 
 
@@ -26,7 +26,7 @@ class MismatchSums(NamedTuple):
     """Sums of the mismatch over some tokens, or of the part of it that a cause accounts for.
 
     Attributes:
-        k3, capped_abs: [1 + BIN_REPLICATES], the sum of k3, and that of min(|Δ|, 1); the estimate is followed by its
+        k3, capped_abs: [1 + REPLICATES], the sum of k3, and that of min(|Δ|, 1); the estimate is followed by its
             bootstrap replicates.
     """
 
@@ -46,10 +46,16 @@ class MismatchSums(NamedTuple):
         return MismatchSums(np.minimum(self.k3, other.k3), np.minimum(self.capped_abs, other.capped_abs))
 
 
+def k3_of(table: TokenTable) -> Array:
+    """Return [M], exp(Δ) − 1 − Δ of each token."""
+    log_ratio = np.clip(table.delta.astype(float), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    values: Array = np.expm1(log_ratio) - log_ratio
+    return values
+
+
 def _estimates(sums: StepSums, name: str) -> Array:
-    """Return [1 + BIN_REPLICATES], a sum and its replicates."""
-    replicates = sums.bootstrap[:BIN_REPLICATES, BOOTSTRAP_SUMS.index(name)]
-    return np.concatenate([[sums[name]], replicates])
+    """Return [1 + REPLICATES], a sum and its replicates."""
+    return np.concatenate([[sums[name]], sums.bootstrap[:REPLICATES, BOOTSTRAP_SUMS.index(name)]])
 
 
 def fault_mismatch(sums: StepSums, fault: str) -> MismatchSums:
@@ -70,7 +76,8 @@ class Evidence:
         onset: first step of the rise; None if there was none, or the run is compared with another run.
         first_step: first step of *after*.
         is_worse: True if the mismatch exceeds a health limit, or is significantly larger than *before*.
-        before, after: the windows of both sides; ``before`` is None if no window precedes the rise.
+        tokens_before: the tokens of *before*; None if there are none.
+        before, after: the windows of both sides, for tables; ``before`` is None if no window precedes the rise.
         sums_before: sums over *before*; None if there is nothing to compare with.
         steps_after: steps of *after* that hold tokens with log-probs of both engines.
         side_names: names of *before* and *after* in tables.
@@ -82,6 +89,7 @@ class Evidence:
     onset: int | None
     first_step: int
     is_worse: bool
+    tokens_before: TokenTable | None
     before: Window | None
     after: Window
     sums_before: StepSums | None
@@ -89,6 +97,34 @@ class Evidence:
     side_names: tuple[str, str]
     step_sums_before: tuple[StepSums, ...] = ()
     period: Period | None = None
+
+    @cached_property
+    def tokens(self) -> TokenTable:
+        """The tokens of *after*, without a first step of engines that still agree on every token."""
+        table, first = self.statistics.tokens, self.first_step
+        in_first = table.select_sequences(table.step == first)
+        agrees = bool(table.delta.any()) and not in_first.delta.any()
+        return table.select_sequences(table.step > first if agrees else table.step >= first)
+
+    @cached_property
+    def location(self) -> Location:
+        """Where the excess mismatch of *after* is."""
+        return locate(self.tokens, self.tokens_before)
+
+    @cached_property
+    def elsewhere(self) -> TokenTable:
+        """The tokens of *after* outside the regions of :attr:`location`; all tokens if hardly any is outside.
+
+        A region of probabilities does not count: causes of all tokens make some probabilities worse than others.
+        """
+        is_outside = np.ones(len(self.tokens), bool)
+        for region in self.location.regions:
+            if region.id != "probability":
+                is_outside &= ~region.is_member
+        outside = self.tokens.select(is_outside)
+        whole = float((self.tokens.weight * self.tokens.one_minus_p).sum())
+        enough = float((outside.weight * outside.one_minus_p).sum()) > MIN_OUTSIDE * whole
+        return outside if enough else self.tokens
 
     @cached_property
     def sums_after(self) -> StepSums:
@@ -111,10 +147,27 @@ class Evidence:
         )
         return MismatchSums(*(np.maximum(sums - rate, 0.0) for sums, rate in zip(total, expected, strict=True)))
 
+    def mismatch_in(self, region: Region) -> MismatchSums:
+        """Return the mismatch of a region's tokens beyond the rate of the tokens in no region."""
+        table, is_outside = self.tokens, self.location.outside(len(self.tokens))
+        if not is_outside.any():
+            is_outside = ~region.is_member
+        columns = np.stack([k3_of(table), table.one_minus_p**2, table.capped_abs, table.one_minus_p], axis=1)
+        inside, outside = (
+            sum_with_replicates(table, columns * flags[:, None]) for flags in (region.is_member, is_outside)
+        )
+        rates = outside[:, ::2] / np.maximum(outside[:, 1::2], 1e-12)
+        excess = np.maximum(inside[:, ::2] - inside[:, 1::2] * rates, 0.0)
+        return MismatchSums(excess[:, 0], excess[:, 1])
+
     @property
     def compares_runs(self) -> bool:
         """True if *before* is another run."""
-        return self.onset is None and self.before is not None
+        return self.onset is None and self.sums_before is not None
+
+
+MIN_OUTSIDE = 0.1
+"""Share of the expected mismatch outside the regions below which causes of all tokens are sought in all tokens."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +182,10 @@ class Detection:
         needs: data that a test of the cause needs and the records lack; empty if the cause was tested.
         explained: mismatch of *after* that the cause accounts for; None if it can't be measured.
         is_standing: True if the cause is shown by *after* alone, although it is no worse than *before*.
-        window_value: value of the cause in a window, whose rise is the cause's onset; None if it has none of its own.
+        part_value: value of the cause in some steps' tokens, whose rise is its onset; None if it has none of its own.
         is_open: True if the records could show the cause and leave it open, so that the run can't be called healthy.
         detectable_share: share of |Δ| that the cause must account for to be shown; NaN if it is not known.
+        place: the tokens that have it, as a phrase; empty if all tokens do.
     """
 
     value: float
@@ -141,9 +195,10 @@ class Detection:
     needs: str = ""
     explained: MismatchSums | None = None
     is_standing: bool = False
-    window_value: Callable[[Window], float] | None = None
+    part_value: Callable[[TokenTable], float] | None = None
     is_open: bool = False
     detectable_share: float = math.nan
+    place: str = ""
 
     @property
     def state(self) -> DetectionState:

@@ -1,0 +1,196 @@
+"""Detectors of numerical noise: on all tokens (precision of the engines), or on a few (expert routing, or not known).
+
+The noise of a token is |z| with z = Δ/(1 − p), which is about the size of the noise on its logits. Tokens are weighted
+by 1 − p, because the Δ of a nearly sure token is mostly the rounding of its log-probs. Noise is looked at outside the
+regions that hold the excess (``Evidence.elsewhere``): within one, the region says more.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from nemo_geomask.tools.diagnose.explain.evidence import (
+    Detection,
+    Evidence,
+    MismatchSums,
+    k3_of,
+)
+from nemo_geomask.tools.diagnose.measure.token_table import TokenTable, sum_with_replicates
+from nemo_geomask.tools.diagnose.read.record_reader import Array
+
+LARGE_NOISE_FACTORS = (8.0, 16.0, 32.0, 64.0)
+"""A token's noise is large if it exceeds the median noise by one of these factors."""
+MIN_EXPLAINED_SHARE = 0.1
+"""Share of k3, or of |Δ|, that the additional tokens with large noise must account for."""
+MAX_FEW = 0.25
+"""Share of the tokens with large noise above which they are not few."""
+MIN_SURE_GROWTH = 1.2
+"""Growth that the lower end of the interval must exceed for the tokens with large noise to have increased."""
+MIN_LARGE_SHARE = 1e-4
+"""Lower limit of the earlier share of tokens with large noise, when its growth is computed."""
+MAX_ASYMMETRY = 0.5
+"""Largest |Σ (exp(Δ) − 1)| / Σ |exp(Δ) − 1| of the tokens with large noise, for expert routing.
+
+The mean of exp(Δ) is 1 for other experts, as for any normalised log-probs; wrong single log-probs have one sign.
+"""
+MAX_CONCENTRATION = 0.25
+"""Excess of a region above which the tokens with large noise are not spread, as those of expert routing are."""
+NO_NOISE = 1e-4
+"""Median noise below which two engines agree."""
+COMPARISON_NEEDED = "a step at which the mismatch rises, or another run (--against)"
+
+
+class Noise(NamedTuple):
+    """Median noise of the tokens, and the share of tokens with large noise by each of ``LARGE_NOISE_FACTORS``."""
+
+    median: float
+    large_shares: tuple[float, ...]
+
+
+TYPICAL_NOISE = Noise(0.016, (0.015, 0.006, 0.001, 1e-4))
+"""Noise of bfloat16 decoding against float32 training, measured in the lab."""
+
+
+def noise_of(table: TokenTable) -> Array:
+    """Return [M], |Δ|/(1 − p) of each token."""
+    values: Array = np.abs(table.delta.astype(float)) / table.one_minus_p
+    return values
+
+
+def median_noise(table: TokenTable) -> float:
+    """Return the median of the noise, with tokens weighted by 1 − p; NaN without a token."""
+    if not len(table):
+        return math.nan
+    noise, weight = noise_of(table), table.weight * table.one_minus_p
+    order = np.argsort(noise, kind="stable")
+    cumulated = np.cumsum(weight[order])
+    return float(noise[order][min(int(np.searchsorted(cumulated, cumulated[-1] / 2)), len(noise) - 1)])
+
+
+def _large_shares(table: TokenTable, limit: float) -> Array:
+    """Return [1 + REPLICATES], the share of tokens whose noise exceeds a limit."""
+    weight = table.one_minus_p
+    large, whole = sum_with_replicates(table, np.stack([weight * (noise_of(table) > limit), weight], axis=1)).T
+    shares: Array = large / np.maximum(whole, 1e-12)
+    return shares
+
+
+def _reference(evidence: Evidence) -> str:
+    if evidence.tokens_before is None:
+        return "of bfloat16 against float32"
+    return f"of {evidence.side_names[0]}" if evidence.compares_runs else "before"
+
+
+def _median_growth(evidence: Evidence) -> float:
+    """Return the factor by which the median noise has grown since *before*, or exceeds the typical noise."""
+    before = TYPICAL_NOISE.median if evidence.tokens_before is None else median_noise(evidence.tokens_before)
+    return median_noise(evidence.elsewhere) / max(before, 1e-9)
+
+
+def _needs(evidence: Evidence, *, is_beyond: bool) -> str:
+    """Return what a test of the noise needs: a comparison, and a mismatch that is larger than the compared one."""
+    if evidence.tokens_before is None:
+        return COMPARISON_NEEDED
+    return "a larger mismatch over all tokens" if is_beyond and not evidence.is_worse else ""
+
+
+def detect_few_tokens(evidence: Evidence, threshold: float) -> Detection:
+    """Look for an increase of the tokens whose noise is large in comparison with that of a typical token.
+
+    The tail of the noise is judged beyond several multiples of its median; the one whose additional tokens account for
+    most of k3 is reported.
+    """
+    table, total, best = evidence.elsewhere, evidence.mismatch_after, None
+    if not len(table):
+        return Detection(math.nan, "too few tokens", needs="tokens with log-probs of both engines")
+    median = median_noise(table)
+    noise = noise_of(table)
+    for index, factor in enumerate(LARGE_NOISE_FACTORS):
+        limit = factor * max(median, 1e-9)
+        shares = _large_shares(table, limit)
+        if evidence.tokens_before is None:
+            earlier: Array = np.full_like(shares, TYPICAL_NOISE.large_shares[index])
+        else:
+            earlier = _large_shares(evidence.tokens_before, factor * max(median_noise(evidence.tokens_before), 1e-9))
+        growth = shares / np.maximum(earlier, MIN_LARGE_SHARE)
+        additional = np.maximum(1 - 1 / np.maximum(growth, 1e-12), 0)
+        flags = noise > limit
+        columns = np.stack([k3_of(table) * flags, table.capped_abs * flags], axis=1)
+        explained = MismatchSums(*(additional * sums for sums in sum_with_replicates(table, columns).T))
+        if best is None or explained.k3[0] > best[1].k3[0]:
+            best = growth, explained, factor, flags
+    assert best is not None
+    growth, explained, factor, flags = best
+    share = max(float(part[0]) / max(float(sums[0]), 1e-12) for part, sums in zip(explained, total, strict=True))
+    few = float((table.weight * flags).sum() / table.weight.sum())
+    is_beyond = (
+        few < MAX_FEW
+        and float(growth[0]) > threshold
+        and float(np.quantile(growth[1:], 0.025)) > MIN_SURE_GROWTH
+        and share > MIN_EXPLAINED_SHARE
+    )
+    description = (
+        f"{few:.2g} of the tokens have more than {factor:g} times the median noise, {growth[0]:.1f} times as many as "
+        f"{'usual' if evidence.tokens_before is None else _reference(evidence)}"
+    )
+    return Detection(
+        float(growth[0]),
+        description,
+        evidence.is_worse and is_beyond,
+        needs=_needs(evidence, is_beyond=is_beyond),
+        explained=explained,
+        part_value=lambda part: (
+            float(max(_large_shares(part, factor * max(median_noise(part), 1e-9))[0], MIN_LARGE_SHARE))
+            if len(part)
+            else math.nan
+        ),
+    )
+
+
+def detect_routing(evidence: Evidence, threshold: float) -> Detection:
+    """Look for expert routing: a few tokens with large noise in a model with experts, spread, and without a sign."""
+    if evidence.statistics.experts is None:
+        needs = "whether the model has experts (--experts, or records of loss_fn.record)"
+        return Detection(math.nan, "nothing says whether the model has experts", needs=needs)
+    if not evidence.statistics.experts:
+        return Detection(0.0, "the model has no experts")
+    detection = detect_few_tokens(evidence, threshold)
+    if not detection.is_shown:
+        return detection
+    table = evidence.elsewhere
+    flags = noise_of(table) > LARGE_NOISE_FACTORS[0] * max(median_noise(table), 1e-9)
+    change = np.expm1(np.clip(table.delta[flags].astype(float), -3.0, 3.0)) * table.weight[flags]
+    sign = float(change.sum() / max(np.abs(change).sum(), 1e-30))
+    held = sum(region.excess for region in evidence.location.regions)
+    reason = ""
+    if abs(sign) > MAX_ASYMMETRY:
+        reason = f"their Δ has a sign ({sign:.2f}), which that of other experts has not"
+    elif held > MAX_CONCENTRATION:
+        reason = f"the mismatch is concentrated in {evidence.location.regions[0].description}"
+    if reason:
+        return Detection(detection.value, f"{detection.description}, but {reason}")
+    return detection
+
+
+def detect_precision(evidence: Evidence, threshold: float) -> Detection:
+    """Look for an increase of the typical token's noise."""
+    table, growth = evidence.elsewhere, _median_growth(evidence)
+    if math.isnan(growth):
+        return Detection(math.nan, "too few tokens", needs="tokens with log-probs of both engines")
+    typical = noise_of(table) <= LARGE_NOISE_FACTORS[0] * median_noise(table)
+    columns = np.stack([k3_of(table) * typical, table.capped_abs * typical], axis=1)
+    k3, capped_abs = sum_with_replicates(table, columns).T
+    explained = MismatchSums(
+        k3 * max(1 - 1 / max(growth, 1.0) ** 2, 0.0), capped_abs * max(1 - 1 / max(growth, 1.0), 0.0)
+    )
+    return Detection(
+        growth,
+        f"the noise of a typical token is {growth:.1f} times that {_reference(evidence)}",
+        evidence.is_worse and growth > threshold,
+        needs=_needs(evidence, is_beyond=growth > threshold),
+        explained=explained,
+        part_value=lambda part: 0.0 if (median := median_noise(part)) < NO_NOISE else median,
+    )

@@ -1,0 +1,190 @@
+"""Detectors of places: a part of the data that holds the excess mismatch, whatever made it so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from nemo_geomask.tools.diagnose.explain.evidence import Detection, Detector, Evidence, MismatchSums, k3_of
+from nemo_geomask.tools.diagnose.explain.noise import median_noise
+from nemo_geomask.tools.diagnose.locate.factors import FACTORS_BY_ID
+from nemo_geomask.tools.diagnose.locate.regions import MIN_LIFT, Region, compare
+from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
+from nemo_geomask.tools.diagnose.measure.token_table import TokenTable, sum_with_replicates
+from nemo_geomask.tools.diagnose.read.record_reader import Array
+
+MAX_DETECTABLE_SHARE = 0.5
+"""A place is testable if it would show when it holds this share of the mismatch, or less."""
+MIN_COMPARED_TOKENS = 100
+"""Smallest number of fresh, and of stale, tokens that are compared."""
+MIN_CYCLE_LEVELS = 3
+"""Number of phases of a cycle from which a sawtooth can be told from two kinds of steps."""
+MIN_SAWTOOTH = 0.8
+"""Correlation of the mismatch with the time since the lowest phase above which a cycle is a sawtooth."""
+MIN_TYPICAL_LIFT = 1.3
+"""Ratio of the median noise in a region to that elsewhere below which only few of its tokens are worse."""
+MIN_NAMED_EXCESS = 0.3
+"""Excess from which a region is named although only few of its tokens are worse."""
+
+
+def detect_place(*ids: str) -> Detector:
+    """Return the detector of a region of some factors; a crossing of two belongs to the first."""
+
+    def detect(evidence: Evidence, threshold: float) -> Detection:
+        location = evidence.location
+        region = next((region for region in location.regions if region.factors[0].id in ids), None)
+        tested = [location.tested[id_] for id_ in ids if id_ in location.tested]
+        if region is None:
+            return _describe_absence(evidence, ids, tested)
+        if evidence.onset is not None and region.id == "step" and max(evidence.steps_after) in _steps_of(region):
+            steps = [step for step in evidence.steps_after if step >= min(region.values)]
+            if len(steps) == len(region.values):  # the last steps: what has risen keeps growing
+                return Detection(region.excess, f"the mismatch is largest in {region.description}, the last ones")
+        few = _has_few_bad_tokens(evidence, region)
+        description = (
+            f"{region.lift:.1f} times the mismatch of the other tokens, in {region.sequences:.0%} of the sequences"
+        )
+        if few:
+            description += "; few of these tokens are worse, most are as the others"
+        return Detection(
+            region.excess,
+            description,
+            region.excess > threshold and not (few and region.excess < MIN_NAMED_EXCESS),
+            explained=evidence.mismatch_in(region),
+            steps=_steps_of(region),
+            part_value=_rate_in(region),
+            detectable_share=min(tested, default=math.nan),
+            place=region.description,
+        )
+
+    return detect
+
+
+def _has_few_bad_tokens(evidence: Evidence, region: Region) -> bool:
+    """Return True if the typical token of a region has no more noise than the typical token elsewhere."""
+    table = evidence.tokens
+    inside, outside = (median_noise(table.select(flags)) for flags in (region.is_member, ~region.is_member))
+    return not inside > MIN_TYPICAL_LIFT * outside
+
+
+def _steps_of(region: Region) -> tuple[int, ...]:
+    return tuple(int(value) for value in region.values) if region.factors[0].id == "step" else ()
+
+
+def _describe_absence(evidence: Evidence, ids: tuple[str, ...], tested: list[float]) -> Detection:
+    if not len(evidence.tokens):
+        return Detection(math.nan, "too few tokens", needs="tokens with log-probs of both engines")
+    if not tested:
+        needs = FACTORS_BY_ID[ids[0]].needs or "tokens of several kinds"
+        return Detection(math.nan, "nothing to compare", needs=needs)
+    doubtful = next((region for region in evidence.location.doubtful if region.id in ids), None)
+    if doubtful is not None:
+        description = f"{doubtful.description}: {doubtful.lift:.1f} times the mismatch of the other tokens"
+        part_value = _rate_in(doubtful)
+        return Detection(doubtful.excess, description, part_value=part_value, detectable_share=min(tested))
+    share = min(tested)
+    if share > MAX_DETECTABLE_SHARE:
+        needs = f"more sequences: it would show from {share:.0%} of the mismatch"
+        is_open = all(FACTORS_BY_ID[id_].is_of_token for id_ in ids)
+        return Detection(0.0, "no part stands out", needs=needs, detectable_share=share, is_open=is_open)
+    return Detection(0.0, "no part stands out", detectable_share=share)
+
+
+def _rate_in(region: Region) -> Callable[[TokenTable], float] | None:
+    """Return the function of some tokens that measures a region's rate relative to the others; None if it can't."""
+    if region.factors[0].id in ("step", "sequence", "prompt") or len(region.factors) > 1:
+        return None
+
+    def rate(table: TokenTable) -> float:
+        flags = region.contains(table)
+        if flags is None or not flags.any() or flags.all():
+            return math.nan
+        size, exposure = table.weight * table.capped_abs, table.weight * table.one_minus_p
+        inside, outside = (float(size[part].sum() / exposure[part].sum()) for part in (flags, ~flags))
+        return inside / max(outside, 1e-12)
+
+    return rate
+
+
+_detect_ages = detect_place("staleness")
+
+
+def detect_staleness(evidence: Evidence, threshold: float) -> Detection:
+    """Look for a larger mismatch of older samples, or, without recorded ages, for the sawtooth that they make.
+
+    An asynchronous loop has fresh samples only in its first steps. If all samples of *after* are stale, they are
+    compared with the fresh ones before.
+    """
+    by_age = _detect_ages(evidence, threshold)
+    if by_age.is_shown or evidence.compares_runs:
+        return by_age
+    if not by_age.is_shown and (fresh := _compare_with_fresh(evidence, threshold)) is not None:
+        return fresh
+    if by_age.needs and evidence.period is not None and (cycle := _detect_sawtooth(evidence)) is not None:
+        return cycle
+    return by_age
+
+
+def _compare_with_fresh(evidence: Evidence, threshold: float) -> Detection | None:
+    """Compare the stale samples of *after* with the fresh ones of the whole run; None if they are not the cause."""
+    table = evidence.statistics.tokens
+    age = table.numbers["staleness"]
+    is_fresh, is_stale = (age == 0)[table.sequence], ((age > 0) & (table.step >= evidence.first_step))[table.sequence]
+    if min(int(is_fresh.sum()), int(is_stale.sum())) < MIN_COMPARED_TOKENS:
+        return None
+    if evidence.tokens_before is not None:
+        before = evidence.tokens_before
+        was_stale = (before.numbers["staleness"] > 0)[before.sequence]
+        if was_stale.any() and _rate(before, was_stale) < MIN_LIFT * _rate(table, is_fresh):
+            return None  # there were stale samples before the rise, without this mismatch
+    chosen = is_fresh | is_stale
+    region = compare(table.select(chosen), is_stale[chosen], FACTORS_BY_ID["staleness"], [(1, None)])
+    if region is None or not region.stands_out:
+        return None
+    size, exposure = table.weight * table.capped_abs, table.weight * table.one_minus_p
+    rest = float(size[is_fresh].sum() / exposure[is_fresh].sum())
+    excess = 1 - rest / _rate(table, is_stale)
+    columns = np.stack([k3_of(table) * is_stale * excess, table.capped_abs * is_stale * excess], axis=1)
+    return Detection(
+        region.excess,
+        f"stale samples have {region.lift:.1f} times the mismatch of fresh ones",
+        region.excess > threshold,
+        explained=MismatchSums(*sum_with_replicates(table, columns).T),
+    )
+
+
+def _rate(table: TokenTable, flags: Array) -> float:
+    return float((table.weight * table.capped_abs)[flags].sum() / (table.weight * table.one_minus_p)[flags].sum())
+
+
+def _detect_sawtooth(evidence: Evidence) -> Detection | None:
+    """Return the cycle of the mismatch if it grows within each cycle, as the age of samples does; else None."""
+    period = evidence.period
+    assert period is not None
+    steps = [step for step in evidence.steps_after if step in period.phases]
+    rates = {step: _rate_of(evidence.statistics.steps[step]) for step in steps}
+    age = {step: (period.phases[step] - period.lowest) % period.steps for step in steps}
+    if period.steps < MIN_CYCLE_LEVELS:
+        return None
+    by_age = np.array(
+        [
+            np.mean([rates[step] for step in steps if age[step] == number] or [math.nan])
+            for number in range(period.steps)
+        ]
+    )
+    if not np.isfinite(by_age).all() or np.corrcoef(np.arange(period.steps), by_age)[0, 1] < MIN_SAWTOOTH:
+        return None
+    lowest = [step for step in steps if age[step] == 0]
+    explained = evidence.mismatch_beyond(evidence.statistics.total(lowest))
+    share = float(explained.capped_abs[0]) / max(float(evidence.mismatch_after.capped_abs[0]), 1e-12)
+    description = (
+        f"the mismatch repeats every {period.steps} steps and grows within them {period.times:.1f} times, as the "
+        "age of samples between two refits does; the records hold no weight versions"
+    )
+    return Detection(share, description, True, explained=explained)
+
+
+def _rate_of(sums: StepSums) -> float:
+    return sums.mean("capped_abs", "one_minus_p")
