@@ -22,7 +22,7 @@ help:
 	@echo "make audit  known vulnerabilities and licences of everything that is pinned; fails if it can't look"
 	@echo "make pins   the hashes in .ci anew; with ARGS=--upgrade the versions too"
 	@echo "make vllm   vLLM as generation engine, on the CPU, in an environment of its own (about 4 minutes)"
-	@echo "make nemo-rl NEMO_RL_ROOT=…  rehearsals through that NeMo-RL on the CPU, in an environment of its own"
+	@echo "make nemo-rl NEMO_RL_ROOT=…  rehearsals and a probe through that NeMo-RL on the CPU, in an environment of its own"
 	@echo "make nemo-rl-environment  that environment alone, for rehearse and probe (about 10 minutes)"
 	@echo "make gpu    on a machine with a GPU: the kernels' tests and the benchmarks, with GPU_PYTHON's torch and triton"
 	@echo "make lint   ruff and mypy"
@@ -138,6 +138,7 @@ nemo-rl-environment: $(NEMO)/.ready
 # ARGS: --label NAME, --only BEGINNING of a case's name, --jobs N; the results are in docs/hosts.
 nemo-rl: $(NEMO)/.ready nemo-rl-losses
 	@test -n "$(NEMO_RL_ROOT)" || { echo "say which NeMo-RL: make nemo-rl NEMO_RL_ROOT=/path/to/RL"; exit 1; }
+	NEMO_RL_ROOT=$(NEMO_RL_ROOT) $(NEMO)/bin/python -m pytest -o addopts= tests/tools/rehearse/test_real.py tests/tools/probe/test_real.py
 	NEMO_RL_ROOT=$(NEMO_RL_ROOT) $(NEMO)/bin/python -m tests.evidence.hosts.case_matrix $(ARGS)
 
 # NeMo-RL's own tests of its loss, under ours, on the CPU. Left out: another loss's constants, drawn from a card's generator,

@@ -1,4 +1,7 @@
-"""The baseline of a probe through NeMo-RL's own workers: what they score, and what is read back of them."""
+"""The baseline of a probe through NeMo-RL's own workers: what they score, and what is read back of them.
+
+``make nemo-rl`` runs it.
+"""
 
 import argparse
 import json
@@ -8,7 +11,7 @@ import pytest
 from nemo_geomask.cli import probe
 
 # A probe starts the workers as a rehearsal does.
-real_runs = pytest.importorskip("tests.tools.rehearse.real_runs")
+real_runs = pytest.importorskip("tests.tools.rehearse.test_real")
 pytestmark = real_runs.needs_nemo_rl
 
 

@@ -1,83 +1,63 @@
-"""Real rehearsals: NeMo-RL's own script and workers. Needs NeMo-RL's environment with vLLM, on CPUs or GPUs."""
+"""A rehearsal through NeMo-RL's own script and workers that is interrupted; ``make nemo-rl`` runs it.
+
+What rehearsals of all kinds find is in ``tests/evidence/hosts/case_matrix.py``.
+"""
 
 from __future__ import annotations
 
-import json
-import math
+import importlib.util
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
-from tests.tools.rehearse.real_runs import MOE, needs_nemo_rl
+import pytest
+
+from nemo_geomask.recipe import nemo_rl_root
+from nemo_geomask.tools.rehearse.supervision import descendants
+
+MISSING = [name for name in ("ray", "vllm", "transformers", "hydra") if importlib.util.find_spec(name) is None]
+
+needs_nemo_rl = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(bool(MISSING), reason=f"a rehearsal needs NeMo-RL's environment; missing: {', '.join(MISSING)}"),
+    pytest.mark.skipif(nemo_rl_root() is None, reason="a rehearsal needs a NeMo-RL checkout: set NEMO_RL_ROOT"),
+]
+RECIPE = Path(__file__).parents[3] / "recipes" / "llm" / "grpo-qwen3-0.6b-1n1g-smoke-geomask.yaml"
 
 pytestmark = needs_nemo_rl
 
 
-def test_three_steps_of_a_tiny_mixture_of_experts(rehearsal, tmp_path):
-    # The recipe's bounds, of 1% and less, may leave nothing of an optimiser step of a random model.
-    wide = ["loss_fn.masks=[{preset: geometric, min: 0.5, max: 2.0}]"]
-    wide += ["loss_fn.ratio_clip_min=0.2", "loss_fn.ratio_clip_max=0.28"]
-    run = rehearsal(MOE, *wide, "--steps", "3", "--timeout", "900")
-    assert run.wait() == 0, run.text()
-    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
-    assert found["ok"] is True
-    states = {stage["name"]: stage["state"] for stage in found["stages"]}
-    assert {states[name] for name in ("workers", "refit", "sampling", "log-probs", "step", "metrics")} == {"ran"}
-    assert states["veto"] == states["checkpoint"] == "not in the recipe"
-    assert sorted(found["metrics"]) == ["1", "2", "3"]
-    for metrics in found["metrics"].values():
-        assert math.isfinite(metrics["loss"])
-        assert metrics["grad_norm"] > 0
-        assert 0 < metrics["geomask/mismatch_k3"] < 0.1  # bfloat16 against float32, of the same weights
-    # The proof: two microbatches in each of two optimiser steps at least, in a process that is not the driver's.
-    ((loss, calls),) = found["loss"].items()
-    assert loss.startswith("PolicyLoss(name='gspo'")
-    assert calls >= 3 * 2 * 2
-    assert found["workers"][0]["pid"] in run.seen
-    assert len(run.seen) > 5
-    assert run.left() == []
+def interruptible():
+    """A shell that starts the tests in the background has them ignore Ctrl-C, and so whatever they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_nothing_is_left_after_ctrl_c(rehearsal):
-    run = rehearsal(MOE)
-    assert run.wait(lambda events: any(str(event.get("label")).endswith("Policy") for event in events)) is None, (
-        run.text()
-    )
-    run.process.send_signal(signal.SIGINT)
-    assert run.wait() == 130
-    assert len(run.seen) > 5
-    assert run.left() == []
+def birth(pid):
+    """When a process was started: two of the same number differ in it."""
+    try:
+        return Path("/proc", str(pid), "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except OSError:
+        return None
 
 
-def test_nothing_is_left_when_the_time_is_over(rehearsal, tmp_path):
-    run = rehearsal(MOE, "--timeout", "45")
-    assert run.wait() == 1
-    failure = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["failure"]
-    assert failure["setting"] == "--timeout"
-    assert failure["stage"] in ("start", "workers")
-    assert run.left() == []
-    settings = json.loads((tmp_path / "out" / "settings.json").read_text(encoding="utf-8"))
-    assert not Path(settings["ray"]).exists()
-
-
-def test_a_mistake_that_only_nemo_rl_sees_names_its_setting(rehearsal, tmp_path):
-    run = rehearsal(MOE, "++policy.optimizer.name=torch.optim.NoSuch")
-    assert run.wait() == 1, run.text()
-    failure = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["failure"]
-    assert failure["stage"] == "workers"
-    assert "NoSuch" in failure["error"]
-    assert failure["setting"] == "policy.optimizer.name"
-    assert "Traceback" in run.text()
-    assert run.left() == []
-
-
-def test_a_validated_run_is_resumed_with_the_same_samples(rehearsal, tmp_path):
-    settings = ["policy.dtensor_cfg._v2=false", "loss_fn.masks=[]", "checkpointing.enabled=true"]
-    settings += ["checkpointing.model_save_format=null", "++logger.tensorboard_enabled=true"]
-    run = rehearsal(*settings, "--steps", "2", "--validate", "--resume")
-    assert run.wait() == 0, run.text()
-    compared = run.found()["resumed"]["comparisons"]
-    assert compared
-    assert all(each["sampled_alike"] and each["equal"] for each in compared)
-    states = {stage["name"]: stage["state"] for stage in run.found()["stages"]}
-    assert states["val"] == "ran"
-    assert list((tmp_path / "out" / "logs").rglob("events.out.tfevents.*"))
+def test_nothing_is_left_after_ctrl_c_while_the_workers_run(tmp_path):
+    command = [sys.executable, "-m", "nemo_geomask.cli", "rehearse", str(RECIPE), "--out", str(tmp_path / "out")]
+    events, log, births = tmp_path / "out" / "events.jsonl", tmp_path / "log", {}
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=interruptible)
+    try:
+        while not (events.exists() and 'Policy"' in events.read_text(encoding="utf-8")):
+            assert process.poll() is None, log.read_text(encoding="utf-8")
+            for pid in descendants(process.pid):
+                births.setdefault(pid, birth(pid))
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+    finally:
+        process.terminate()  # its processes end with it
+        process.wait(60)
+    assert len(births) > 5
+    assert [pid for pid, born in births.items() if born is not None and birth(pid) == born] == []
