@@ -50,7 +50,7 @@ _PART_RATIONALE = (
 )
 
 
-def _place(id_: str, name: str, factors: tuple[str, ...], *likely: str, tell: str) -> Cause:
+def _place(id_: str, name: str, factors: tuple[str, ...], *likely: str, tell: str, is_early: bool = False) -> Cause:
     return Cause(
         id_,
         name,
@@ -58,7 +58,7 @@ def _place(id_: str, name: str, factors: tuple[str, ...], *likely: str, tell: st
         threshold=0.1,
         rationale=_PART_RATIONALE,
         action=tell,
-        detect=places.detect_place(*factors),
+        detect=places.detect_place(*factors, is_early=is_early),
         likely=likely,
     )
 
@@ -229,12 +229,22 @@ CAUSES: tuple[Cause, ...] = (
         tell="compare the token before each turn in both engines' inputs; nemo-geomask probe replays a response",
     ),
     _place(
+        "early_tokens",
+        "the first tokens of the response",
+        ("position",),
+        "log-probs shifted or made up at the boundary of prompt and response",
+        "kernels of the prefill against those of the decoding",
+        "a chat template whose generation prompt differs",
+        tell="compare the last tokens of the prompt in both engines' inputs; nemo-geomask probe tries the kernels",
+        is_early=True,
+    ),
+    _place(
         "position",
         "one range of positions",
         ("position",),
-        "what depends on the position: RoPE scaling, sliding windows, context parallelism, chunked prefill",
-        "at the first tokens: the boundary of prompt and response, or prefill against decode kernels",
-        "at late tokens: caches in lower precision",
+        "what depends on the position: RoPE scaling, sliding windows, chunked prefill",
+        "context parallelism or packing in the training engine",
+        "a cache in lower precision, whose errors add up",
         tell="nemo-geomask probe tries these one by one; --by position,length tells long responses from late tokens",
     ),
     _place(

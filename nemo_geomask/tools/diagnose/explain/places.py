@@ -29,12 +29,17 @@ MIN_NAMED_EXCESS = 0.3
 """Excess from which a region is named although only few of its tokens are worse."""
 
 
-def detect_place(*ids: str) -> Detector:
-    """Return the detector of a region of some factors; a crossing of two belongs to the first."""
+def detect_place(*ids: str, is_early: bool = False) -> Detector:
+    """Return the detector of a region of some factors; a crossing of two belongs to the first.
+
+    Args:
+        ids: ids of the factors.
+        is_early: for positions, whether the region begins with the first token.
+    """
 
     def detect(evidence: Evidence, threshold: float) -> Detection:
         location = evidence.location
-        region = next((region for region in location.regions if region.factors[0].id in ids), None)
+        region = next((region for region in location.regions if _is_of(region, ids, is_early=is_early)), None)
         tested = [location.tested[id_] for id_ in ids if id_ in location.tested]
         if region is None:
             return _describe_absence(evidence, ids, tested)
@@ -60,6 +65,11 @@ def detect_place(*ids: str) -> Detector:
         )
 
     return detect
+
+
+def _is_of(region: Region, ids: tuple[str, ...], *, is_early: bool) -> bool:
+    factor = region.factors[0].id
+    return factor in ids and (factor != "position" or is_early == (region.values[0][0] == 0))
 
 
 def _has_few_bad_tokens(evidence: Evidence, region: Region) -> bool:

@@ -56,8 +56,6 @@ MIN_SEQUENCES = 16
 """Number of sequences below which no region is sought: its error could not be told."""
 MAX_REGIONS = 3
 """Number of regions that are sought, one after the other."""
-MIN_WORSENING = 1.5
-"""Factor by which a region's rate must exceed its earlier rate, if there is an earlier one."""
 SHRINKAGE = 0.02
 """Weight of the mean rate, as a share of all exposure, in the rate of a level."""
 SMALL_LEVEL = 0.002
@@ -74,7 +72,6 @@ class Region:
         factors: the factor, or the two that are crossed.
         description: phrase for its tokens.
         is_member: bool [M], its tokens in the searched table.
-        tokens: share of all tokens.
         sequences: share of the sequences that have such tokens.
         exposure: share of the exposure, q.
         mismatch: share of the mismatch, x.
@@ -88,7 +85,6 @@ class Region:
     factors: tuple[Factor, ...]
     description: str
     is_member: Array
-    tokens: float
     sequences: float
     exposure: float
     mismatch: float
@@ -128,13 +124,11 @@ class Location:
         regions: the regions that hold it, the most informative first; they have no token in common.
         tested: for each factor that divides the tokens, the smallest share of the mismatch that a typical region of it
             must hold to stand out.
-        standing_out: ids of the factors with a region that stands out by itself, named or explained by another one.
         doubtful: regions that are surely worse than the rest, but not by enough to be named.
     """
 
     regions: tuple[Region, ...] = ()
     tested: Mapping[str, float] = field(default_factory=dict)
-    standing_out: frozenset[str] = frozenset()
     doubtful: tuple[Region, ...] = ()
 
     def outside(self, count: int) -> Array:
@@ -249,7 +243,6 @@ def locate(table: TokenTable, before: TokenTable | None = None) -> Location:
     search = _prepare(table, baseline, earlier)
     regions: list[Region] = []
     tested: dict[str, float] = {}
-    standing_out: frozenset[str] = frozenset()
     doubtful: tuple[Region, ...] = ()
     is_left = np.ones(len(table), bool)
     whole = float(search.mismatch.sum())
@@ -271,7 +264,6 @@ def locate(table: TokenTable, before: TokenTable | None = None) -> Location:
         ]
         if not regions:
             tested = {id_: _detectable_share(rest, FACTORS_BY_ID[id_], region) for id_, region in by_factor.items()}
-            standing_out = frozenset(region.id for region in candidates)
             doubtful = tuple(
                 region
                 for region in by_factor.values()
@@ -293,7 +285,7 @@ def locate(table: TokenTable, before: TokenTable | None = None) -> Location:
             regions.append(region)
         else:
             regions[same] = _unite(search, regions[same], region)
-    return Location(tuple(regions), tested, standing_out, doubtful)
+    return Location(tuple(regions), tested, doubtful)
 
 
 def compare(table: TokenTable, is_member: Array, factor: Factor, values: Sequence[Any]) -> Region | None:
@@ -528,7 +520,6 @@ def _measure(
         residual = np.bincount(owner[chosen], size[chosen] - level_rate * exposure[chosen], minlength=count)
         error += float(np.square(residual).sum()) / max(level_sum, 1e-12 * total) ** 2
     x, q = part / total, part_exposure / total_exposure
-    weight = table.weight.astype(float)
     has_tokens, has_members = (
         int(np.count_nonzero(np.bincount(owners, minlength=count)))
         for owners in (table.sequence, table.sequence[is_member])
@@ -537,7 +528,6 @@ def _measure(
         factors=factors,
         description=description,
         is_member=is_member,
-        tokens=float(weight[is_member].sum() / weight.sum()),
         sequences=has_members / max(has_tokens, 1),
         exposure=q,
         mismatch=x,

@@ -14,7 +14,25 @@ from tests.evidence.diagnose.mixtures import CLEAN, FAULTS, make_run
 SMALL = {"steps": 8, "prompts": 12, "samples": 8, "length": 60.0}
 
 
-@pytest.mark.parametrize("name", FAULTS)
+REPRESENTATIVES = (
+    "replica_unrecorded",
+    "environment",
+    "every_fourth_step",
+    "ages_unrecorded",
+    "first_token",
+    "first_eight",
+    "last_token",
+    "random_token",
+    "scaled",
+    "replica_late",
+    "flips_of_experts",
+)
+"""Kinds of faults that were once named as another cause."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in REPRESENTATIVES else pytest.param(name, marks=pytest.mark.long) for name in FAULTS]
+)
 def test_a_fault_is_named_where_it_is(name):
     """One strength of each; ``measure_mixtures`` has the others."""
     outcome = judge(name, FAULTS[name].strengths[1], 7)
