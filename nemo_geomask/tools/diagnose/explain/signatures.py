@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -87,6 +88,7 @@ class Profile:
         return float(np.average(values, weights=self.tokens))
 
 
+@lru_cache(maxsize=4)
 def profile(table: TokenTable) -> Profile | None:
     """Return the profile of some tokens; None if no bin of probability has enough of them."""
     bins, weight = np.digitize(table.surprise, SURPRISE_EDGES), table.weight.astype(float)

@@ -34,12 +34,6 @@ BIN_SUMS = (
     "delta",
     "k3",
     "delta_positive",
-    "delta_negative",
-    "scaled_delta",
-    "scaled_delta_squared",
-    "one_minus_p_squared",
-    "capped_abs_squared",
-    "signed_square",
 )
 """Sums over the tokens of a bin; see :mod:`~nemo_geomask.tools.diagnose.measure.step_sums` for their definitions."""
 BIN_PRODUCTS = ("capped_abs_squared", "capped_abs_times_one_minus_p", "one_minus_p_squared")

@@ -13,7 +13,6 @@ sums over tokens are of
 ``k3_reverse``        :math:`e^{-\Delta} - 1 + \Delta`, NeMo-RL's ``policy_kl_error``
 ``prob_error``        :math:`e^{|\Delta|}`, NeMo-RL's ``token_mult_prob_error``
 ``weight``            :math:`e^\Delta`, the importance weight
-``signed_square``     :math:`\mathrm{sign}(\Delta) \min(|\Delta|, 1)^2`, in which symmetric noise cancels
 ``one_minus_p``       :math:`1 - p`, where p is the generation engine's probability. Noise of size s on the logits
                       moves the token's log-prob by about :math:`s (1 - p)`, so this is the expected mismatch
 ``scaled_delta``      :math:`\Delta/(1 - p)`, clipped to ±0.1, so that of large noise only the sign counts
@@ -141,9 +140,6 @@ class GroupSums(NamedTuple):
 
     capped_abs: float = 0.0
     one_minus_p: float = 0.0
-    capped_abs_squared: float = 0.0
-    k3: float = 0.0
-    one_minus_p_squared: float = 0.0
 
 
 def ratio_or_nan(numerator: float, denominator: float) -> float:

@@ -19,7 +19,7 @@ from nemo_geomask.tools.diagnose.measure.bootstrap_draws import poisson_draws
 from nemo_geomask.tools.diagnose.measure.token_values import MAX_CAPPED_ABS, TrainedTokens
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
-MAX_TOKENS = 2**18
+MAX_TOKENS = 2**16
 """Largest number of tokens in a table."""
 EXPECTED_SHARE = 0.02
 """Weight of the expected mismatch, 1 − p, in the probability that a token is kept."""

@@ -76,8 +76,6 @@ def select_trained_tokens(block: RecordBlock, index: Array, sequence: Array, gen
         "tokens": np.ones_like(delta),
         "abs_delta": np.abs(delta),
         "capped_abs": capped_abs,
-        "capped_abs_squared": np.square(capped_abs),
-        "signed_square": np.sign(delta) * np.square(capped_abs),
         "delta": delta,
         "k3": np.expm1(log_ratio) - log_ratio,
         "k3_reverse": np.expm1(-log_ratio) + log_ratio,
@@ -85,13 +83,11 @@ def select_trained_tokens(block: RecordBlock, index: Array, sequence: Array, gen
         "weight": ratio,
         "weight_squared": ratio * ratio,
         "delta_positive": (delta > 0).astype(float),
-        "delta_negative": (delta < 0).astype(float),
         "above_0.1": (capped_abs > 0.1).astype(float),
         "above_1": (np.abs(delta) > 1).astype(float),
         "one_minus_p": one_minus_p,
         "one_minus_p_squared": np.square(one_minus_p),
         "scaled_delta": scaled_delta,
-        "scaled_delta_squared": np.square(scaled_delta),
         "surprise": np.clip(-gen, 0, MAX_SURPRISE),
     }
     advantages = block.tokens.get("advantages")
