@@ -161,7 +161,7 @@ def test_a_file_is_converted_once_and_again_when_it_has_changed(tmp_path):
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda data: data[:-20], lambda data: b"", lambda data: data[:-108] + bytes(100) + data[-8:]],
+    [lambda data: data[:-20], lambda data: b"", lambda data: data[:-1008] + bytes(1000) + data[-8:]],
     ids=["cut off", "empty", "end overwritten"],
 )
 def test_a_damaged_record_is_converted_again(tmp_path, damage):
