@@ -171,30 +171,6 @@ def test_a_step_without_tokens_has_quantiles_too():
     assert found == dict.fromkeys(("geomask/mismatch_max", *(f"geomask/mismatch_q{q}" for q in (50, 99, 999))), 0.0)
 
 
-def test_the_effective_sample_size_is_that_of_the_whole_step():
-    parts = [{"geomask/weight_mean": 0.5, "geomask/weight_sq": 0.6}, {"geomask/weight_mean": 0.4, "loss": 1.0}]
-    parts[1]["geomask/weight_sq"] = 0.7
-    assert summarize_step(added_up([{**part, "loss": 0.5} for part in parts]))["geomask/weight_ess"] == pytest.approx(
-        0.9**2 / 1.3
-    )
-    assert "geomask/weight_ess" not in summarize_step({"geomask/weight_mean": 0.0, "geomask/weight_sq": 0.0})
-
-
-def test_the_effective_sample_size_counts_what_has_a_weight():
-    """Means are over all tokens of the step; those that were dropped have none."""
-    weights, dropped = [0.5, 1.0, 2.0], 2
-    whole = len(weights) + dropped
-    found = summarize_step(
-        {
-            "geomask/weight_mean": sum(weights) / whole,
-            "geomask/weight_sq": sum(w * w for w in weights) / whole,
-            "geomask/weight_live": len(weights) / whole,
-        }
-    )
-    expected = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
-    assert found["geomask/weight_ess"] == pytest.approx(expected)
-
-
 def test_a_name_that_looks_like_a_bin_is_no_histogram():
     names = {"geomask/mask/long_bin_guard/removed": 0.25, "geomask/x_bin_07": 1.0}
     assert summarize_step(names) == names

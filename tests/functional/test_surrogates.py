@@ -437,33 +437,3 @@ def test_saturating_exp():
     y[:5].sum().backward()
     assert x.grad[3:5].tolist() == [0.0, 0.0]
     assert count_saturated(x[:6].detach(), torch.ones(6, dtype=torch.bool)).item() == 3
-
-
-@pytest.mark.parametrize("clamp", [F.clamp_weight, F.filter_weight])
-def test_truncations_by_hand(clamp):
-    x = torch.tensor([-2.0, 0.0, 0.5, 3.0])
-    out = clamp(x, min=0.5, max=2.0)
-    assert out.outside.tolist() == [True, False, False, True]
-    ends = [0.5, 2.0] if clamp is F.clamp_weight else [0.0, 0.0]
-    assert out.value.tolist() == approx([ends[0], 1.0, math.exp(0.5), ends[1]])
-    # Exactly at both bounds a weight is inside.
-    assert clamp(torch.tensor([math.log(0.5), math.log(2.0)]), min=0.5, max=2.0).outside.tolist() == [False, False]
-    # No lower bound.
-    out = clamp(torch.tensor([-30.0, 5.0]), min=None, max=10.0)
-    assert out.outside.tolist() == [False, True]
-    assert out.value[0].item() == approx(math.exp(-30.0))
-
-
-def test_coefficients_by_hand():
-    mask = torch.tensor([[1.0, 1.0, 0.0], [0.5, 0.0, 0.0]])
-    counts = {"tokens_of_sequence": torch.tensor([[2.0], [1.0]]), "global_seqs": torch.tensor(4.0)}
-    counts["global_toks"] = torch.tensor(10.0)
-    for normalization, first, second in (
-        ("tokens", 1 / 10, 0.5 / 10),
-        ("sequences", 1 / 8, 0.5 / 4),
-        ("documents", 1 / 4, 0.5 / 4),
-        ("constant", 1 / 28, 0.5 / 28),
-    ):
-        constant = 7.0 if normalization == "constant" else None
-        found = F.token_coefficients(normalization, mask=mask, **counts, constant=constant)
-        assert found.tolist() == [approx([first, first, 0.0]), approx([second, 0.0, 0.0])]

@@ -60,12 +60,6 @@ def test_gmpo_clips_nothing_without_an_advantage():
     assert torch.equal(F.clip_log_ratio(log_ratio, doubles(0.0, 0.0, 0.0), clip_min=0.2, clip_max=0.3), log_ratio)
 
 
-def test_an_unclipped_surrogate_has_a_penalty_only_on_request():
-    log_ratio, advantages = doubles(-1.0, 0.5), doubles(1.0, -2.0)
-    assert F.unclipped(log_ratio, advantages).penalty is None
-    assert F.unclipped(log_ratio, advantages, penalty=0.3).penalty.tolist() == pytest.approx([0.3, 0.075])
-
-
 def test_values_whose_middle_float32_rounds_to_the_upper_one_are_parted_at_the_lower():
     lower, upper = 1.0, 1.0 + 2**-23
     # In float64 the middle lies between them; in float32 it rounds to the even one of the two.

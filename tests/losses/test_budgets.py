@@ -9,7 +9,6 @@ import torch
 
 from nemo_geomask import PrestepPass, build_loss
 from nemo_geomask.errors import ConfigError, DataError
-from nemo_geomask.functional import bound_by_mean, bound_by_share
 from nemo_geomask.losses.batch import requested_tensors, take_padded
 from nemo_geomask.losses.evaluate import evaluate
 from nemo_geomask.losses.prestep import untrained_metrics
@@ -61,59 +60,6 @@ def test_the_default_device_plays_no_part(mask):
 
 
 # ---------------------------------------------------------------------------------------------- bounds by hand
-
-
-@pytest.mark.parametrize(
-    ("share", "gone"),
-    [(0.1, 0), (0.2, 1), (0.39, 1), (0.4, 2), (0.6, 2), (0.79, 2), (0.8, 4), (0.99, 4)],
-)
-def test_at_most_that_share_goes(share, gone):
-    # Of five; the two in the middle are equal and go together or not at all.
-    sizes = torch.tensor([3.0, 1.0, 5.0, 3.0, 4.0])
-    assert int((sizes > bound_by_share(sizes, share)).sum()) == gone
-
-
-def test_a_share_of_a_hundred_is_whole():
-    # 0.29 · 100 is 28.999999999999996 and 0.07 · 100 is 7.000000000000001.
-    sizes = torch.arange(100.0)
-    for share, count in ((0.29, 29), (0.07, 7), (0.5, 50), (0.995, 99)):
-        assert int((sizes > bound_by_share(sizes, share)).sum()) == count
-
-
-@pytest.mark.parametrize(
-    ("mean", "left"),
-    # Means of the smallest 1 to 5: 1, 2, 7/3, 11/4, 16/5.
-    [
-        (0.9, []),
-        (1.0, [1]),
-        (1.99, [1]),
-        (2.0, [1]),
-        (7 / 3, [1, 3, 3]),
-        (2.7, [1, 3, 3]),
-        (2.75, [1, 3, 3, 4]),
-        (4, [1, 3, 3, 4, 5]),
-    ],
-)
-def test_the_largest_go_until_the_mean_fits(mean, left):
-    sizes = torch.tensor([3.0, 1.0, 5.0, 3.0, 4.0], dtype=torch.float64)
-    bound = bound_by_mean(sizes, mean)
-    assert sorted(sizes[sizes <= bound].tolist()) == left
-    assert (bound == math.inf, bound < 0) == (len(left) == 5, not left)
-
-
-def test_no_values_set_no_bound():
-    assert bound_by_share(torch.zeros(0), 0.5) == math.inf
-    assert bound_by_mean(torch.zeros(0), 0.5) == math.inf
-
-
-def test_bound_separates_neighbours():
-    low = torch.tensor(0.1)
-    high = torch.nextafter(low, torch.tensor(1.0))
-    for bound in (bound_by_share(torch.stack([low, high]), 0.5), bound_by_mean(torch.stack([low, high]), float(low))):
-        assert low <= torch.tensor(bound, dtype=torch.float32) < high
-    # Apart from them, rounding of either decides nothing.
-    assert bound_by_share(torch.tensor([1.0, 2.0]), 0.5) == 1.5
-    assert bound_by_mean(torch.tensor([1.0, math.inf]), 1.0) == 1.0
 
 
 def test_m2po_by_hand():
