@@ -75,19 +75,6 @@ def test_nemo_rl_fields_keep_name_and_default():
     assert {name: fields[name].default for name in NEMO_RL_DEFAULTS} == NEMO_RL_DEFAULTS
 
 
-def test_nemo_rl_own_class_has_no_field_that_is_missing_here():
-    loss_functions = pytest.importorskip(
-        "nemo_rl.algorithms.loss.loss_functions", reason="needs NeMo-RL, which is not on PyPI", exc_type=ImportError
-    )
-    theirs = loss_functions.ClippedPGLossConfig
-    if isinstance(theirs, type) and issubclass(theirs, BaseModel):
-        assert {name: field.default for name, field in theirs.model_fields.items()} == {
-            name: LossConfig.model_fields[name].default for name in theirs.model_fields
-        }
-    else:  # v0.6.0: a TypedDict
-        assert set(theirs.__annotations__) <= set(LossConfig.model_fields)
-
-
 def test_v060_base_recipe_is_accepted_and_says_that_its_truncation_does_nothing():
     with pytest.warns(UserWarning, match="truncated_importance_sampling_ratio is null"):
         built = build_loss(V060_BASE_RECIPE)

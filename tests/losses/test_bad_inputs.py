@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from nemo_geomask import PackedSegments, build_loss, linear_logprobs, vocab_parallel_logprobs
-from nemo_geomask.errors import DataError, GeomaskError, NonFiniteError, ShapeError
+from nemo_geomask.errors import DataError, GeomaskError
 from nemo_geomask.losses import PrestepPass
 from tests.helpers import batches
 
 MASK_VALUES = [math.nan, math.inf, -math.inf, -1.0, 1.5]
+TARGETS = torch.zeros(3, dtype=torch.int64)
 EVERY_NORMALIZATION = [{}, {"token_level_loss": False}, {"name": "gspo"}]
 
 
@@ -79,112 +80,49 @@ def test_a_count_that_is_an_invalid_tensor_gives_nan_and_is_counted(name, value,
     assert metrics["geomask/invalid_counts"] == 1
 
 
-def _distributed(tensor):
-    """A class that has what a DTensor has, since a real one needs a process group."""
-
-    class Distributed(torch.Tensor):
-        def full_tensor(self):
-            raise NotImplementedError
-
-    return tensor.as_subclass(Distributed)
-
-
-KINDS = {
-    "DTensor": (_distributed, "it is a DTensor; pass value.full_tensor()"),
-    "float8": (lambda tensor: tensor.to(torch.float8_e4m3fn), "it is of torch.float8_e4m3fn; convert it"),
-    "sparse": (lambda tensor: tensor.to_sparse(), "it is a sparse tensor (torch.sparse_coo); pass value.to_dense()"),
-    "nested": (
-        lambda tensor: torch.nested.as_nested_tensor(list(tensor), layout=torch.jagged),
-        "it is a nested tensor",
-    ),
-}
-
-
-def _call(key, change):
-    """Call the loss with one tensor changed."""
+def padded(change):
+    """Call the loss with tensors changed by their names; ``data`` stands for all of a batch."""
     batch = batches.rollouts()
-    if key == "next_token_logprobs":
-        return build_loss({})(change(batch.curr), batch.data, 8, 70)
-    return build_loss({})(batch.curr, {**batch.data, key: change(batch.data[key])}, 8, 70)
+    tensors = change({"next_token_logprobs": batch.curr, **batch.data})
+    return build_loss({})(tensors.pop("next_token_logprobs"), tensors, 8, 70)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("key", ["next_token_logprobs", "advantages", "generation_logprobs", "token_mask"])
-def test_a_tensor_of_another_kind_is_named(key, kind):
-    change, message = KINDS[kind]
-    name = key if key == "next_token_logprobs" else f"data['{key}']"
-    with pytest.raises(ShapeError, match=re.escape(f"{name} must be a dense tensor, but {message}")):
-        _call(key, change)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_hidden_states_and_weights_of_another_kind_are_named(kind):
-    change, message = KINDS[kind]
-    targets = torch.zeros(3, dtype=torch.int64)
-    with pytest.raises(ShapeError, match=re.escape(f"logits must be a dense tensor, but {message}")):
-        vocab_parallel_logprobs(change(torch.ones(3, 8)), targets)
-    for name in ("hidden", "weight"):
-        tensors = {"hidden": torch.ones(3, 4), "weight": torch.ones(8, 4)}
-        with pytest.raises(ShapeError, match=re.escape(f"{name} must be a dense tensor, but {message}")):
-            linear_logprobs(**{**tensors, name: change(tensors[name])}, targets=targets)
-
-
-def _without_columns():
-    batch = batches.rollouts()
-    data = {key: value[:, :0] if value.dim() == 2 else value for key, value in batch.data.items()}
-    return build_loss({})(batch.curr[:, :0], data, 8, 70)
-
-
-def _packed_with(segments):
+def packed(segments):
     curr, data, _ = batches.packed_rows(batches.rollouts())
     return build_loss({}).packed(curr, data, segments, 8, 70)
 
 
-def _spoilt(config, **counts):
-    loss, _, metrics = loss_of(config, batches.rollouts(), packed=False, **counts)
-    assert math.isnan(loss)
-    assert metrics["geomask/invalid_counts"]
-    raise NonFiniteError("documented NaN")
-
-
-def _masked(key, value):
-    loss, _, metrics = loss_of({}, with_mask_value(key, value), packed=False)
-    assert math.isnan(loss)
-    assert metrics[f"geomask/invalid_{key}"]
-    raise NonFiniteError("documented NaN")
-
-
-BAD = {
-    "a weight on meta": (
-        lambda: linear_logprobs(torch.ones(3, 4), torch.ones(8, 4, device="meta"), torch.zeros(3, dtype=torch.int64)),
-        "weight is on meta",
+# test_direct_calls.py has the other kinds of tensors.
+SPARSE = "must be a dense tensor, but it is a sparse tensor (torch.sparse_coo); pass value.to_dense()"
+REFUSED = {
+    **{
+        f"sparse {key}": (
+            lambda key=key: padded(lambda tensors: {**tensors, key: tensors[key].to_sparse()}),
+            f"{key if key == 'next_token_logprobs' else f'data[{key!r}]'} {SPARSE}",
+        )
+        for key in ("next_token_logprobs", "advantages", "generation_logprobs", "token_mask")
+    },
+    "sparse logits": (lambda: vocab_parallel_logprobs(torch.ones(3, 8).to_sparse(), TARGETS), f"logits {SPARSE}"),
+    "sparse hidden": (
+        lambda: linear_logprobs(torch.ones(3, 4).to_sparse(), torch.ones(8, 4), TARGETS),
+        f"hidden {SPARSE}",
     ),
-    "NaN in token_mask": (lambda: _masked("token_mask", math.nan), "NaN"),
-    "infinity in token_mask": (lambda: _masked("token_mask", math.inf), "NaN"),
-    "a negative token_mask": (lambda: _masked("token_mask", -1.0), "NaN"),
-    "a sample_mask above 1": (lambda: _masked("sample_mask", 2.0), "NaN"),
-    "a negative count": (lambda: _spoilt({}, toks=-1.0), "NaN"),
-    "an infinite count": (lambda: _spoilt({}, toks=math.inf), "NaN"),
-    "True as a count": (lambda: _true_count(), "global_valid_seqs"),
-    "DTensor": (lambda: _call("advantages", KINDS["DTensor"][0]), "data['advantages']"),
-    "float8": (lambda: _call("prev_logprobs", KINDS["float8"][0]), "data['prev_logprobs']"),
-    "sparse": (lambda: _call("token_mask", KINDS["sparse"][0]), "data['token_mask']"),
-    "nested": (lambda: _call("generation_logprobs", KINDS["nested"][0]), "data['generation_logprobs']"),
-    "no columns": (_without_columns, "data['token_mask'] must be [B, T] with T of at least 1"),
+    "sparse weight": (
+        lambda: linear_logprobs(torch.ones(3, 4), torch.ones(8, 4).to_sparse(), TARGETS),
+        f"weight {SPARSE}",
+    ),
+    "no columns": (
+        lambda: padded(lambda tensors: {name: x[:, :0] if x.dim() == 2 else x for name, x in tensors.items()}),
+        "data['token_mask'] must be [B, T] with T of at least 1",
+    ),
     "a scalar cu_seqlens": (lambda: PackedSegments(torch.tensor(8)), "cu_seqlens must be [S+1]"),
     "no cu_seqlens": (lambda: PackedSegments(None), "cu_seqlens must be the token offsets"),
-    "no segments": (lambda: _packed_with(None), "segments must be PackedSegments(cu_seqlens"),
+    "no segments": (lambda: packed(None), "segments must be PackedSegments(cu_seqlens"),
 }
 
 
-def _true_count():
-    batch = batches.rollouts()
-    return build_loss({})(batch.curr, batch.data, True, 70)
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_every_bad_input_ends_in_an_error_or_a_documented_nan(name):
-    attempt, message = BAD[name]
+@pytest.mark.parametrize(("attempt", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_tensor_that_no_loss_takes_is_named(attempt, message):
     with pytest.raises(GeomaskError, match=re.escape(message)):
         attempt()
 

@@ -336,23 +336,6 @@ def test_ranks_that_hold_a_vocabulary_of_one_token(world):
     assert run_ranks(world, _one_token) == [0.0] * world
 
 
-def _other_temperature(rank, world):
-    try:
-        vocab_parallel_logprobs(
-            torch.ones(3, 4), torch.tensor([0, 5, 15]), temperature=0.7 if rank == 3 else 1.0, group=dist.group.WORLD
-        )
-    except GeomaskError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@pytest.mark.slow
-def test_ranks_that_disagree_are_told_by_all_four():
-    for told in run_ranks(4, _other_temperature):
-        assert told.startswith("RanksDisagreeError: ")
-        assert "by rank, temperature is [1.0, 1.0, 1.0, 0.7]; give" in told
-
-
 def _without_tokens(rank, world):
     group, targets = dist.group.WORLD, torch.zeros(0, dtype=torch.int64)
     logits, hidden, weight = (torch.ones(shape, requires_grad=True) for shape in ((0, 8), (0, 4), (8, 4)))

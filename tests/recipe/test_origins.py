@@ -2,16 +2,12 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
-from nemo_geomask.cli import main
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe import load_recipe, nemo_rl_root, read_recipe
 from nemo_geomask.recipe import recipe_file as recipes
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 BASE = """\
 policy:
@@ -48,16 +44,6 @@ def write(tmp_path):
         return tmp_path / f"{name}.yaml"
 
     return write
-
-
-@pytest.fixture
-def check(capsys):
-    def check(*arguments):
-        status = main(["check", *map(str, arguments)])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return check
 
 
 class TestPlaces:

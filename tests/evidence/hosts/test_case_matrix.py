@@ -1,18 +1,12 @@
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.rehearse.supervision import descendants
 from tests.evidence.hosts import case_matrix
 from tests.evidence.hosts.case_matrix import HOSTS, read_cases, result_table
 
@@ -67,24 +61,13 @@ def test_results_of_two_commits_are_not_mixed(hosts, monkeypatch, capsys):
     assert "0123456789abcdef, this is fedcba98: give another --label" in capsys.readouterr().err
 
 
-# Whoever imports it begins a daemon and waits for ever; the numbers of both are written down. The driver imports
-# transformers before NeMo-RL, to write the tiny model.
-WAITING = """
-import os, subprocess, sys, time
-daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-with open(__file__ + ".noted", "a") as file:
-    file.write(f"{os.getpid()}\\n{daemon.pid}\\n")
-time.sleep(600)
-"""
-
-
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A NeMo-RL whose transformers waits for ever, a folder of results, and two cases whose recipe is not there."""
+    """A NeMo-RL without code, a folder of results, and two cases whose recipe is not there."""
     root = tmp_path / "RL"
-    for name, text in (("examples/run_grpo.py", ""), ("nemo_rl/__init__.py", ""), ("transformers.py", WAITING)):
+    for name in ("examples/run_grpo.py", "nemo_rl/__init__.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text, encoding="utf-8")
+        (root / name).touch()
     (root / "nemo_rl" / "algorithms").mkdir()
     monkeypatch.setenv("NEMO_RL_ROOT", str(root))
     hosts = tmp_path / "hosts"
@@ -130,87 +113,6 @@ def test_options_that_leave_no_case_are_refused(checkout, capsys, option, value,
     with pytest.raises(SystemExit):
         run(checkout, option, value)
     assert message in capsys.readouterr().err
-
-
-@pytest.fixture
-def waiting(checkout):
-    """A matrix of two cases at a time, both of which wait; and the processes' numbers."""
-    recipe = "{policy: {model_name: Qwen/Qwen3-0.6B, dtensor_cfg: {enabled: true}}, loss_fn: {name: clipped_pg}}"
-    (checkout / "r.yaml").write_text(recipe, encoding="utf-8")
-    cases = "".join(f"- {{name: {name}, recipe: {checkout / 'r.yaml'}, timeout: 300}}\n" for name in "ab")
-    (checkout / "hosts" / "cases.yaml").write_text(cases, encoding="utf-8")
-    command = [sys.executable, "-m", "tests.evidence.hosts.case_matrix", "--hosts", str(checkout / "hosts")]
-    command += ["--jobs", "2", "--label", "v1", "--commit", "0"]
-    noted, log = checkout / "RL" / "transformers.py.noted", checkout / "log"
-    with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            command,
-            stderr=file,
-            cwd=ROOT,
-            # A terminal's Ctrl-C comes to all that run in it, so the signal goes to the whole group.
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-    try:
-        deadline = time.monotonic() + 200
-        while not noted.exists() or len(noted.read_text(encoding="utf-8").split()) < 4:
-            assert process.poll() is None, log.read_text(encoding="utf-8")
-            assert time.monotonic() < deadline, log.read_text(encoding="utf-8")
-            time.sleep(0.1)
-        yield process, {*descendants(process.pid), *map(int, noted.read_text(encoding="utf-8").split())}
-    finally:
-        process.kill()
-        process.wait()
-
-
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="processes adopt others' children on Linux only")
-
-
-@LINUX
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("number", "group", "status"),
-    [
-        (signal.SIGINT, True, -2),
-        pytest.param(signal.SIGTERM, False, 143, marks=pytest.mark.long),
-        pytest.param(signal.SIGTERM, True, 143, marks=pytest.mark.long),
-    ],
-)
-def test_nothing_is_left_of_several_at_a_time(waiting, number, group, status):
-    process, below = waiting
-    assert len(below) >= 6
-    if group:
-        os.killpg(process.pid, number)
-    else:
-        process.send_signal(number)
-    assert process.wait(60) == status
-    # Python's tracker of shared resources ends by itself a moment later.
-    deadline = time.monotonic() + 20
-    while left := [pid for pid in below if os.path.exists(f"/proc/{pid}")]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
-
-
-@LINUX
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_a_case_whose_process_is_killed_is_a_failure_and_no_end(waiting, checkout):
-    process, below = waiting
-    noted = (checkout / "RL" / "transformers.py.noted").read_text(encoding="utf-8").split()
-    drivers = {int(pid) for pid in noted[::2]}
-    # Of each case the process between the matrix and the driver.
-    for pid in below:
-        if drivers & descendants(pid):
-            os.kill(pid, signal.SIGKILL)
-    try:
-        assert process.wait(60) == 1
-        results = json.loads((checkout / "hosts" / "v1.json").read_text(encoding="utf-8"))["cases"]
-        assert [case["error"] for case in results.values()] == ["its process ended with exit code -9"] * 2
-    finally:
-        for pid in noted:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

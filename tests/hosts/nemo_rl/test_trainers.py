@@ -235,36 +235,6 @@ def test_a_sample_is_audited(recipe, tmp_path, trainer):
     assert not logged(tmp_path, "geomask/mismatch_k3")
 
 
-@pytest.mark.parametrize("trainer", ["sync", "single controller"])
-def test_vetoes_in_a_row_end_the_run(recipe, tmp_path, trainer):
-    done = train(trainer, recipe, tmp_path, *GSPO, "++loss_fn.batch_veto={max:1e-9,max_in_a_row:1}")
-    assert done.returncode != 0
-    assert "loss_fn.batch_veto: 2 batches in a row" in done.stderr
-
-
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_kept_denominator_reaches_the_policy(recipe, tmp_path, trainer):
-    kept = ["++loss_fn.denominator=kept", "++loss_fn.masks=[{preset:geometric,min:0.99,max:1.01}]"]
-    done = train(trainer, recipe, tmp_path, *GSPO, *kept)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    trained = [step["sequences"] for step in hosts.lines(tmp_path / "train.jsonl")]
-    if trainer != "single controller":  # two optimiser steps a batch
-        trained = [sum(pair) for pair in zip(trained[::2], trained[1::2], strict=True)]
-    removed = logged(tmp_path, "geomask/mask/geometric/removed")
-    assert trained == [pytest.approx(16 * (1 - share)) for share in removed]
-    assert 0 < min(trained) < 16
-
-
-def test_without_a_name_nemo_rls_own_loss_trains(recipe, tmp_path):
-    hosts.require("nemo_rl.algorithms.grpo")
-    done = run(tmp_path, "run_grpo.py", recipe("grpo_math_1B.yaml", "grpo"))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    for step in hosts.lines(tmp_path / "train.jsonl"):
-        assert step["loss_class"] == "nemo_rl.algorithms.loss.loss_functions.ClippedPGLossFn"
-        assert not any(name.startswith("geomask/") for name in step["metrics"])
-    assert "loss_fn.name is not set: NeMo-RL's own ClippedPGLossFn" in done.stderr
-
-
 def ppo(recipe, tmp_path, *overrides, loss=GSPO):
     hosts.require("nemo_rl.algorithms.ppo")
     rest = ["ppo.val_at_start=false", "ppo.ppo_epochs=2", "ppo.reward_shaping.enabled=false"]
@@ -275,13 +245,6 @@ def ppo(recipe, tmp_path, *overrides, loss=GSPO):
 def test_ppo(recipe, tmp_path):
     check(ppo(recipe, tmp_path, recorded(tmp_path)), tmp_path, steps=4)
     assert records(tmp_path) == {1: {0}, 2: {0}}  # two epochs on each
-
-
-def test_ppo_without_a_forward_pass_for_prev(recipe, tmp_path):
-    done = ppo(recipe, tmp_path, loss=["++loss_fn.name=clipped_pg", "++loss_fn.ratio_anchor=gen"])
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    assert len(hosts.lines(tmp_path / "train.jsonl")) >= 4
-    assert not (tmp_path / "scored.jsonl").exists()
 
 
 def test_ppos_epochs_are_vetoed_once(recipe, tmp_path):
