@@ -69,20 +69,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     from nemo_geomask.recipe.shipped_files import find_recipe
-    from nemo_geomask.tools.diagnose.report.sweep_command import SweepOptions, run_sweep
+    from nemo_geomask.tools.diagnose.report.sweep_command import run_sweep
 
     reason = run_sweep(
-        SweepOptions(
-            directory=arguments.directory,
-            step_count=arguments.steps,
-            last_steps_only=arguments.last,
-            include_grid=arguments.grid,
-            at=arguments.at,
-            recipe=arguments.recipe and str(find_recipe(arguments.recipe)),
-            output="json" if arguments.json else "block" if arguments.recommend else "tables",
-            cache=arguments.cache,
-            skip_damaged=arguments.skip_damaged,
-        )
+        arguments.directory,
+        step_count=arguments.steps,
+        last_steps_only=arguments.last,
+        include_grid=arguments.grid,
+        at=arguments.at,
+        recipe=arguments.recipe and str(find_recipe(arguments.recipe)),
+        output="json" if arguments.json else "block" if arguments.recommend else "tables",
+        cache=arguments.cache,
+        skip_damaged=arguments.skip_damaged,
     )
     if reason:
         print(f"nemo-geomask: no recommendation: {reason}", file=sys.stderr)

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis, diagnose
     from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS_BY_NAME
     from nemo_geomask.tools.diagnose.measure.logprob_checks import UNSURE_LOGPROB
-    from nemo_geomask.tools.diagnose.measure.run_statistics import BIN_SUMS, RunStatistics
+    from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
     from nemo_geomask.tools.diagnose.measure.run_survey import read_step, survey_run
     from nemo_geomask.tools.diagnose.measure.step_survey import survey_block
+    from nemo_geomask.tools.diagnose.measure.thresholds import BIN_SUMS
     from nemo_geomask.tools.diagnose.read.logged_metrics import metric_series
     from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, find_run, find_runs
     from nemo_geomask.tools.diagnose.report.html_report import write_report
@@ -45,7 +46,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "BIN_SUMS": "measure.run_statistics",
+    "BIN_SUMS": "measure.thresholds",
     "DIMENSIONS_BY_NAME": "measure.dimensions",
     "MeasuredRun": "report.measured_run",
     "RunDiagnosis": "explain.verdict",

@@ -9,6 +9,7 @@ import numpy as np
 
 from nemo_geomask.tools.diagnose.explain.causes import CAUSES, DISTRIBUTION_CAUSES, NOISE_CAUSES, PLACES, Cause
 from nemo_geomask.tools.diagnose.explain.evidence import Detection, Evidence, MismatchSums
+from nemo_geomask.tools.diagnose.measure.thresholds import Estimate
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
@@ -18,14 +19,6 @@ LARGEST_PART = 0.5
 """Share of k3 above which a cause precedes all others, since none of them can account for as much of it."""
 MIN_LISTED_SHARE = 0.05
 """Share of k3, or of |Δ|, below which a cause that is no bug is not listed."""
-
-
-class Estimate(NamedTuple):
-    """A value and the ends of its confidence interval, from a bootstrap over sequences."""
-
-    value: float
-    low: float
-    high: float
 
 
 class ExplainedShare(NamedTuple):

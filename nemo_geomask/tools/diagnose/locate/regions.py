@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from nemo_geomask.tools.diagnose.locate.factors import FACTORS, FACTORS_BY_ID, Factor, Levels
+from nemo_geomask.tools.diagnose.measure.bootstrap_draws import mix_bits
 from nemo_geomask.tools.diagnose.measure.dimensions import SURPRISE_EDGES
-from nemo_geomask.tools.diagnose.measure.token_table import TokenTable, mix_bits
+from nemo_geomask.tools.diagnose.measure.token_table import TokenTable
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
 MIN_LIFT = 1.8

@@ -10,37 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS, ENVIRONMENT
-from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
+from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS
+from nemo_geomask.tools.diagnose.measure.step_sums import StepSums, add_by_key
+from nemo_geomask.tools.diagnose.measure.thresholds import BIN_SUMS
 from nemo_geomask.tools.diagnose.measure.token_table import MAX_TOKENS, TokenTable, join_tables
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
-__all__ = [
-    "BIN_PRODUCTS",
-    "BIN_SUMS",
-    "MAX_ENVIRONMENTS",
-    "OTHER_ENVIRONMENTS",
-    "WORST_COUNT",
-    "RunStatistics",
-    "Window",
-    "WorstSequence",
-    "WorstToken",
-]
-
-BIN_SUMS = (
-    "tokens",
-    "capped_abs",
-    "one_minus_p",
-    "delta",
-    "k3",
-    "delta_positive",
-)
-"""Sums over the tokens of a bin; see :mod:`~nemo_geomask.tools.diagnose.measure.step_sums` for their definitions."""
-BIN_PRODUCTS = ("capped_abs_squared", "capped_abs_times_one_minus_p", "one_minus_p_squared")
-"""Products of the sums over one sequence's tokens in a bin, summed over sequences.
-
-The standard error over sequences of capped_abs / one_minus_p is computed from them.
-"""
 MAX_WINDOWS = 128
 """Largest number of windows of a run."""
 MAX_ENVIRONMENTS = 50
@@ -55,17 +30,8 @@ WORST_COUNT = 8
 """Number of worst tokens, and of worst sequences, that are kept of a run."""
 
 
-_BIN_COUNTS = {dimension.name: dimension.bin_count for dimension in DIMENSIONS}
-
-
-def _empty_bins(columns: int) -> dict[str, Array]:
-    return {name: np.zeros((count, columns)) for name, count in _BIN_COUNTS.items()}
-
-
-def _limit_environments(sums: dict[str, Array]) -> None:
-    """Add the sums of the environments beyond the first ``MAX_ENVIRONMENTS`` to those of ``OTHER_ENVIRONMENTS``."""
-    for name in sorted(sums.keys() - {OTHER_ENVIRONMENTS})[MAX_ENVIRONMENTS:]:
-        sums[OTHER_ENVIRONMENTS] = sums.get(OTHER_ENVIRONMENTS, 0.0) + sums.pop(name)
+def _empty_bins() -> dict[str, Array]:
+    return {dimension.name: np.zeros((dimension.bin_count, len(BIN_SUMS))) for dimension in DIMENSIONS}
 
 
 @dataclass
@@ -75,46 +41,29 @@ class Window:
     Attributes:
         bin_sums: by dimension, [bins, len(BIN_SUMS)]; by a pair ``first,second``, [bins of first × bins of second,
             len(BIN_SUMS)].
-        bin_products: by the same keys, [bins, len(BIN_PRODUCTS)].
         environment_sums: by name of the environment, or ``OTHER_ENVIRONMENTS``, [len(BIN_SUMS)].
-        environment_products: by the same keys, [len(BIN_PRODUCTS)].
     """
 
-    bin_sums: dict[str, Array] = field(default_factory=lambda: _empty_bins(len(BIN_SUMS)))
-    bin_products: dict[str, Array] = field(default_factory=lambda: _empty_bins(len(BIN_PRODUCTS)))
+    bin_sums: dict[str, Array] = field(default_factory=_empty_bins)
     environment_sums: dict[str, Array] = field(default_factory=dict)
-    environment_products: dict[str, Array] = field(default_factory=dict)
 
     def add(self, other: Window) -> None:
         """Add the sums of another window."""
-        for mine, theirs in (
-            (self.bin_sums, other.bin_sums),
-            (self.bin_products, other.bin_products),
-            (self.environment_sums, other.environment_sums),
-            (self.environment_products, other.environment_products),
-        ):
-            for name, sums in theirs.items():
-                mine[name] = mine[name] + sums if name in mine else sums
-        _limit_environments(self.environment_sums)
-        _limit_environments(self.environment_products)
+        add_by_key(self.bin_sums, other.bin_sums)
+        add_by_key(self.environment_sums, other.environment_sums)
+        for name in sorted(self.environments)[MAX_ENVIRONMENTS:]:
+            add_by_key(self.environment_sums, {OTHER_ENVIRONMENTS: self.environment_sums.pop(name)})
 
     @property
     def environments(self) -> set[str]:
         """Names of the environments whose sums are kept apart."""
         return {*self.environment_sums} - {OTHER_ENVIRONMENTS}
 
-    def by_environment(self, names: Sequence[str]) -> Window:
-        """Return a window with the bins of ``ENVIRONMENT`` alone: one for each name, then one for all other names."""
-
-        def stack(sums: dict[str, Array], columns: int) -> dict[str, Array]:
-            rows = [sums.get(name, np.zeros(columns)) for name in names]
-            further_rows = (row for name, row in sums.items() if name not in names)
-            return {ENVIRONMENT: np.stack([*rows, sum(further_rows, np.zeros(columns))])}
-
-        return Window(
-            bin_sums=stack(self.environment_sums, len(BIN_SUMS)),
-            bin_products=stack(self.environment_products, len(BIN_PRODUCTS)),
-        )
+    def by_environment(self, names: Sequence[str]) -> Array:
+        """Return [len(names) + 1, len(BIN_SUMS)], the sums of each environment, then of all others together."""
+        empty = np.zeros(len(BIN_SUMS))
+        others = [sums for name, sums in self.environment_sums.items() if name not in names]
+        return np.stack([*(self.environment_sums.get(name, empty) for name in names), sum(others, empty)])
 
     @property
     def is_empty(self) -> bool:

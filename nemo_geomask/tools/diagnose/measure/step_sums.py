@@ -27,8 +27,9 @@ sums over tokens are of
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -128,20 +129,6 @@ BOOTSTRAP_SUMS = (
 _INDEX = {name: index for index, name in enumerate(SUMS)}
 
 
-class MaskSums(NamedTuple):
-    """Number of trained tokens, and the sum of their :math:`\\min(|\\Delta|, 1)`."""
-
-    tokens: float = 0.0
-    capped_abs: float = 0.0
-
-
-class GroupSums(NamedTuple):
-    """Sums over the trained tokens of one prompt group, without those with faulty log-probs."""
-
-    capped_abs: float = 0.0
-    one_minus_p: float = 0.0
-
-
 def ratio_or_nan(numerator: float, denominator: float) -> float:
     """Return the ratio, or NaN if the denominator is 0."""
     return numerator / denominator if denominator else math.nan
@@ -156,18 +143,19 @@ class StepSums:
     Attributes:
         sums: [len(SUMS)], in the order of :data:`SUMS`.
         bootstrap: [BOOTSTRAP_REPLICATES, len(BOOTSTRAP_SUMS)].
-        maskable: sums over all trained tokens of the records that contain decisions of masks.
-        removed: sums over the tokens that a mask removes, for each mask by its label.
+        maskable: [2], number and ``capped_abs`` of the trained tokens of the records that contain decisions of masks.
+        removed: the same over the tokens that a mask removes, for each mask by its label.
         versions: smallest and largest weight version of the samples; (inf, -inf) if none was recorded.
-        groups: sums of each prompt group, by its number; empty for several steps.
+        groups: ``capped_abs`` and ``one_minus_p`` of each prompt group, by its number, without the tokens with faulty
+            log-probs; empty for several steps.
     """
 
     sums: Array = field(default_factory=lambda: np.zeros(len(SUMS)))
     bootstrap: Array = field(default_factory=lambda: np.zeros((BOOTSTRAP_REPLICATES, len(BOOTSTRAP_SUMS))))
-    maskable: MaskSums = field(default_factory=MaskSums)
-    removed: dict[str, MaskSums] = field(default_factory=dict)
+    maskable: Array = field(default_factory=lambda: np.zeros(2))
+    removed: dict[str, Array] = field(default_factory=dict)
     versions: tuple[float, float] = (np.inf, -np.inf)
-    groups: dict[int, GroupSums] = field(default_factory=dict)
+    groups: dict[int, Array] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> float:
         return float(self.sums[_INDEX[name]])
@@ -181,30 +169,34 @@ class StepSums:
 
     def removed_share(self, label: str, of: Literal["tokens", "capped_abs"] = "tokens") -> float:
         """Return the share that a mask removes of the trained tokens, or of their mismatch; NaN if not recorded."""
-        return ratio_or_nan(getattr(self.removed.get(label, MaskSums()), of), getattr(self.maskable, of))
+        column = ("tokens", "capped_abs").index(of)
+        return ratio_or_nan(float(self.removed.get(label, np.zeros(2))[column]), float(self.maskable[column]))
+
+    def replicates(self) -> dict[str, Array]:
+        """Return the replicates of each of :data:`BOOTSTRAP_SUMS`, without replicates that drew no token."""
+        drawn = self.bootstrap[self.bootstrap[:, BOOTSTRAP_SUMS.index("tokens")] > 0]
+        return dict(zip(BOOTSTRAP_SUMS, drawn.T, strict=True))
 
     def bootstrapped(self, name: str) -> Array:
-        """Return the replicates of one of :data:`BOOTSTRAP_SUMS`, without replicates that drew no token."""
-        drawn = self.bootstrap[self.bootstrap[:, BOOTSTRAP_SUMS.index("tokens")] > 0]
-        values: Array = drawn[:, BOOTSTRAP_SUMS.index(name)]
-        return values
+        """Return the replicates of one of :data:`BOOTSTRAP_SUMS`."""
+        return self.replicates()[name]
 
     def interval(self, name: str) -> tuple[float, float]:
         """Return the bootstrap interval, over sequences, of a sum's mean per token; NaN if there is no token."""
-        return percentile_interval(self.bootstrapped(name) / self.bootstrapped("tokens"))
+        replicates = self.replicates()
+        return percentile_interval(replicates[name] / replicates["tokens"])
 
     def add(self, other: StepSums) -> None:
         """Add the sums of another part of the same step, or of another step."""
         self.sums = self.sums + other.sums
         self.bootstrap = self.bootstrap + other.bootstrap
-        self.maskable = _add_mask_sums(self.maskable, other.maskable)
-        for label, removed in other.removed.items():
-            self.removed[label] = _add_mask_sums(self.removed.get(label, MaskSums()), removed)
+        self.maskable = self.maskable + other.maskable
         self.versions = min(self.versions[0], other.versions[0]), max(self.versions[1], other.versions[1])
-        for number, group in other.groups.items():
-            before = self.groups.get(number, GroupSums())
-            self.groups[number] = GroupSums(*(mine + theirs for mine, theirs in zip(before, group, strict=True)))
+        add_by_key(self.removed, other.removed)
+        add_by_key(self.groups, other.groups)
 
 
-def _add_mask_sums(first: MaskSums, second: MaskSums) -> MaskSums:
-    return MaskSums(first.tokens + second.tokens, first.capped_abs + second.capped_abs)
+def add_by_key(mine: dict[Any, Array], others: Mapping[Any, Array]) -> None:
+    """Add the values of another mapping to those of the same keys."""
+    for key, value in others.items():
+        mine[key] = mine[key] + value if key in mine else value

@@ -14,16 +14,12 @@ from nemo_geomask.tools.diagnose.measure.step_sums import (
     BOOTSTRAP_SUMS,
     FAULTS,
     TOKEN_SUMS,
-    GroupSums,
-    MaskSums,
     StepSums,
 )
 from nemo_geomask.tools.diagnose.measure.token_bins import split_tokens
-from nemo_geomask.tools.diagnose.measure.token_table import tabulate
+from nemo_geomask.tools.diagnose.measure.token_table import limit_table, tabulate
 from nemo_geomask.tools.diagnose.measure.token_values import MAX_CAPPED_ABS, TrainedTokens, select_trained_tokens
 from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
-
-__all__ = ["survey_block", "trainer_column"]
 
 MAX_SEQUENCE_LOG_WEIGHT = 300.0
 """Logarithm at which sequence weights saturate, so that sums of their squares stay finite in float64.
@@ -79,8 +75,9 @@ def survey_block(block: RecordBlock, dimension_pairs: Sequence[tuple[str, str]] 
     is_sound = ~(faults.zero | faults.positive | faults.shifted[sequence])[trained.index]
     sound = trained.select(is_sound)
     _sum_groups(sums, sound)
-    statistics.windows[step] = split_tokens(sound, mask, sequence, dimension_pairs)
-    statistics.tables = [tabulate(sound, mask, sequence)]
+    table = tabulate(sound, mask, sequence)
+    statistics.windows[step] = split_tokens(sound, table, dimension_pairs)
+    statistics.tables = [limit_table(table)]
     statistics.worst_sequences = _worst_sequences(trained, step)
     statistics.worst_tokens = _worst_tokens(trained, step)
     return statistics
@@ -161,19 +158,19 @@ def _sum_advantages(sums: StepSums, trained: TrainedTokens) -> None:
 def _sum_masks(sums: StepSums, trained: TrainedTokens) -> None:
     capped_abs, removed = trained.values["capped_abs"], trained.block.removed
     if removed:
-        sums.maskable = MaskSums(float(len(capped_abs)), float(capped_abs.sum()))
+        sums.maskable = np.array([len(capped_abs), capped_abs.sum()])
     for label, is_removed in removed.items():
         chosen = capped_abs[is_removed[trained.index]]
-        sums.removed[label] = MaskSums(float(len(chosen)), float(chosen.sum()))
+        sums.removed[label] = np.array([len(chosen), chosen.sum()])
 
 
 def _sum_groups(sums: StepSums, trained: TrainedTokens) -> None:
     groups, member = np.unique(trained.block.sequences["group"], return_inverse=True)
     columns = [
-        np.bincount(member, weights=trained.sum_per_sequence(name), minlength=len(groups)).tolist()
-        for name in GroupSums._fields
+        np.bincount(member, weights=trained.sum_per_sequence(name), minlength=len(groups))
+        for name in ("capped_abs", "one_minus_p")
     ]
-    sums.groups = {number: GroupSums(*row) for number, *row in zip(groups.tolist(), *columns, strict=True)}
+    sums.groups = dict(zip(groups.tolist(), np.stack(columns, axis=1), strict=True))
 
 
 def _worst_sequences(trained: TrainedTokens, step: int) -> list[WorstSequence]:

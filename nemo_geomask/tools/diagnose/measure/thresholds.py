@@ -1,13 +1,16 @@
-"""Numbers with health limits: the values beyond which a run is called drifting, and broken."""
+"""Numbers of a run: those with health limits, beyond which it is drifting or broken, the others, and those of bins."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from nemo_geomask.tools.diagnose.measure.step_sums import BOOTSTRAP_SUMS, StepSums
+import numpy as np
+
+from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
+from nemo_geomask.tools.diagnose.read.record_reader import Array
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
 Health = Literal["healthy", "drifting", "broken"]
@@ -23,6 +26,14 @@ The typical weight exp(Δ) is then within √(2 · 1e-5), or half a percent, of 
 """
 
 
+class Estimate(NamedTuple):
+    """A value and the ends of its confidence interval over sequences; NaN where there is none."""
+
+    value: float
+    low: float
+    high: float
+
+
 class Reading(NamedTuple):
     """A number over several steps, its confidence interval over sequences, and the health that follows from it."""
 
@@ -33,26 +44,47 @@ class Reading(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HealthLimit:
-    """A number with two limits.
+class Quantity:
+    """A number of one step, or of several steps together.
 
     Attributes:
         name: name under which NeMo-RL or this package reports it, if either does.
-        definition: its definition, as tables and pages show it.
-        value: function that computes it from the ``BOOTSTRAP_SUMS`` by name; each is a float, or an array of bootstrap
-            replicates.
+        definition: its definition, as tables, figures and pages show it.
+        value: computes it from the sums by name: those of steps, and with ``has_interval`` also arrays of bootstrap
+            replicates; NaN if the records don't contain the data.
+        has_interval: True if the number is of ``BOOTSTRAP_SUMS`` alone.
+    """
+
+    name: str
+    definition: str
+    value: Callable[[Any], Any]
+    has_interval: bool = field(default=False, kw_only=True)
+
+    def estimate(self, sums: StepSums) -> Estimate:
+        """Return the number over the steps of ``sums``."""
+        if not self.has_interval:
+            return Estimate(float(self.value(sums)), math.nan, math.nan)
+        replicates = sums.replicates()
+        if not len(replicates["tokens"]):
+            return Estimate(math.nan, math.nan, math.nan)
+        return Estimate(float(self.value(sums)), *percentile_interval(self.value(replicates)))
+
+
+@dataclass(frozen=True)
+class HealthLimit(Quantity):
+    """A number with two limits.
+
+    Attributes:
         drifting, broken: the limits.
         source: where the limits come from.
         is_minimum: True if values below the limits are bad, False if values above are.
     """
 
-    name: str
-    definition: str
-    value: Callable[[Mapping[str, Any]], Any]
     drifting: float
     broken: float
     source: str
     is_minimum: bool = False
+    has_interval: bool = field(default=True, kw_only=True)
 
     @property
     def sign(self) -> str:
@@ -64,21 +96,24 @@ class HealthLimit:
         return value < self.drifting if self.is_minimum else value > self.drifting
 
     def read(self, sums: StepSums) -> Reading:
-        """Return the number over the steps of ``sums``.
+        """Return the number over the steps of ``sums``, and its health.
 
         The health is judged by the better end of the interval: a limit is exceeded only if the whole interval is beyond
         it.
         """
-        replicates = {name: sums.bootstrapped(name) for name in BOOTSTRAP_SUMS}
-        if not len(replicates["tokens"]):
-            return Reading(math.nan, math.nan, math.nan, "healthy")
-        low, high = percentile_interval(self.value(replicates))
-        better_end = high if self.is_minimum else low
+        estimate = self.estimate(sums)
+        better_end = estimate.high if self.is_minimum else estimate.low
         health: Health = "healthy"
         if sums["sequences"] >= MIN_SEQUENCES and self.is_beyond(better_end):
             is_broken = better_end < self.broken if self.is_minimum else better_end > self.broken
             health = "broken" if is_broken else "drifting"
-        return Reading(float(self.value({name: sums[name] for name in BOOTSTRAP_SUMS})), low, high, health)
+        return Reading(*estimate, health)
+
+
+def effective_share(weight: Any, weight_squared: Any, count: Any) -> Any:
+    """Return the effective sample size (Σ w)² / Σ w² as a share of the sample; NaN if all weights are 0."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.divide(weight**2, weight_squared * count)
 
 
 HEALTH_LIMITS: tuple[HealthLimit, ...] = (
@@ -104,7 +139,7 @@ HEALTH_LIMITS: tuple[HealthLimit, ...] = (
     HealthLimit(
         "effective sample size, tokens",
         "(Σ w)² / (n Σ w²) with w = exp(Δ)",
-        value=lambda sums: sums["weight"] ** 2 / (sums["weight_squared"] * sums["tokens"]),
+        value=lambda sums: effective_share(sums["weight"], sums["weight_squared"], sums["tokens"]),
         drifting=0.7,
         broken=0.3,
         source="verl docs/algo/rollout_corr.md: below 0.3 is a warning; drifting: ours",
@@ -120,3 +155,108 @@ HEALTH_LIMITS: tuple[HealthLimit, ...] = (
     ),
 )
 """Numbers by which a run is called healthy, drifting or broken."""
+
+QUANTITIES: tuple[Quantity, ...] = (
+    Quantity(
+        "k1",
+        "mean of −Δ, nats a token; also the difference of the log-perplexities",
+        lambda sums: -sums["delta"] / sums["tokens"],
+        has_interval=True,
+    ),
+    Quantity("k3 reversed", "mean of exp(−Δ) − 1 + Δ; policy_kl_error", lambda sums: sums.mean("k3_reverse")),
+    Quantity("|Δ|", "mean, nats", lambda sums: sums["abs_delta"] / sums["tokens"], has_interval=True),
+    Quantity("|Δ| > 0.1", "share of tokens; geomask/mismatch_above_0.1", lambda sums: sums.mean("above_0.1")),
+    Quantity("|Δ| > 1", "share of tokens; geomask/mismatch_above_1", lambda sums: sums.mean("above_1")),
+    Quantity(
+        "Δ > 0",
+        "share of tokens that the training engine finds likelier than the generation engine",
+        lambda sums: sums.mean("delta_positive"),
+    ),
+    Quantity("noise", "mean |Δ| (at most 1) in units of 1 − p", lambda sums: sums.mean("capped_abs", "one_minus_p")),
+    Quantity("surprise", "mean of −gen (at most 20), nats a token", lambda sums: sums.mean("surprise")),
+    Quantity(
+        "mean weight",
+        "mean of exp(Δ); 1 if gen are the sampler's log-probs",
+        lambda sums: sums["weight"] / sums["tokens"],
+        has_interval=True,
+    ),
+    Quantity(
+        "ESS, sequences",
+        "effective sample size, as a share, of the weights exp(Σ Δ)",
+        lambda sums: effective_share(sums["sequence_weight"], sums["sequence_weight_squared"], sums["sequences"]),
+    ),
+    Quantity(
+        "ESS, sequence_mean",
+        "effective sample size, as a share, of the weights exp(mean Δ)",
+        lambda sums: effective_share(sums["mean_weight"], sums["mean_weight_squared"], sums["sequences"]),
+    ),
+    Quantity(
+        "masked out",
+        "share of sequences with a sample mask of 0",
+        lambda sums: sums.mean("masked_out_sequences", "all_sequences"),
+    ),
+    Quantity(
+        "their |Δ|",
+        "mean |Δ| (at most 1) of the sequences that are masked out",
+        lambda sums: sums.mean("masked_out_capped_abs", "masked_out_tokens"),
+    ),
+    Quantity("reward", "mean over sequences", lambda sums: sums.mean("reward", "sequences_with_reward")),
+    Quantity(
+        "response length",
+        "mean over sequences, in tokens, tool output included",
+        lambda sums: sums.mean("response_tokens", "sequences"),
+    ),
+    Quantity("staleness", "mean, in steps", lambda sums: sums.mean("staleness", "sequences_with_staleness")),
+)
+"""Quantities of a run, in the order of the table."""
+REMOVED_SHARES: tuple[tuple[Literal["tokens", "capped_abs"], str], ...] = (
+    ("tokens", "share of trained tokens that it removes"),
+    ("capped_abs", "share of the sum of |Δ| (each at most 1) that it removes"),
+)
+"""Shares that a mask removes: the argument of :meth:`StepSums.removed_share`, and a definition."""
+
+
+AGAINST_EXPECTED = "against expected"
+BIN_DEFINITIONS = {
+    "tokens": "share of the trained tokens",
+    "|Δ|": "mean, each at most 1, nats",
+    AGAINST_EXPECTED: "mean |Δ| over mean 1 − p, relative to that of all tokens: 1 if it is noise on the logits",
+    "k3": "mean of exp(Δ) − 1 − Δ, nats a token",
+    "k1": "mean of −Δ, nats a token",
+    "Δ > 0": "share of the part's tokens",
+}
+"""Columns of the tables by position, length and the other dimensions, with their definitions."""
+BIN_SUMS = (
+    *("tokens", "capped_abs", "one_minus_p", "delta", "k3", "delta_positive"),
+    *("capped_abs_squared", "capped_abs_times_one_minus_p", "one_minus_p_squared"),
+)
+"""Sums over the tokens of a bin, as in ``step_sums``; then products of one sequence's sums, over sequences."""
+
+
+class BinMeasures(NamedTuple):
+    """Measures of the tokens in each bin of a dimension; NaN for a bin without tokens.
+
+    Attributes:
+        measures: by the names of :data:`BIN_DEFINITIONS`, [bins].
+        rate: [bins], mean |Δ| over mean 1 − p.
+        error: [bins], relative standard error of the rate, over sequences.
+    """
+
+    measures: dict[str, Array]
+    rate: Array
+    error: Array
+
+
+def measure_bins(bin_sums: Array) -> BinMeasures:
+    """Return the measures of bins from their sums [bins, len(BIN_SUMS)]."""
+    tokens, capped_abs, one_minus_p, delta, k3, positive, abs_squared, product, expected_squared = bin_sums.T
+    with np.errstate(invalid="ignore", divide="ignore"):
+        rate = capped_abs / one_minus_p
+        values = (
+            *(tokens / tokens.sum(), capped_abs / tokens, rate / (capped_abs.sum() / one_minus_p.sum())),
+            *(k3 / tokens, -delta / tokens, positive / tokens),
+        )
+        # Delta method for the ratio of two sums over sequences.
+        variance = abs_squared - 2 * rate * product + np.square(rate) * expected_squared
+        error = np.sqrt(np.maximum(variance, 0.0)) / capped_abs
+    return BinMeasures(dict(zip(BIN_DEFINITIONS, values, strict=True)), rate, error)

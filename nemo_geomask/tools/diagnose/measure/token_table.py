@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_geomask.tools.diagnose.measure.bootstrap_draws import poisson_draws
+from nemo_geomask.tools.diagnose.measure.bootstrap_draws import GOLDEN_GAMMA, mix_bits, poisson_draws, uniform_bits
 from nemo_geomask.tools.diagnose.measure.token_values import MAX_CAPPED_ABS, TrainedTokens
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
@@ -27,7 +27,6 @@ ALL_KEPT = 2.0**20
 """Sampling rate at which every token is kept."""
 REPLICATES = 50
 """Number of bootstrap replicates over sequences; they are the first ones of :class:`StepSums`."""
-_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 SEQUENCE_NUMBERS = ("group", "staleness", "length", "response", "advantage")
 """Numbers recorded of a sequence; NaN where they are not.
@@ -149,10 +148,8 @@ class TokenTable:
         """Return [M] numbers in [0, 1) that depend only on a token's step, row and position."""
         with np.errstate(over="ignore"):  # integer overflow is part of the hash
             columns = self.sequences
-            owner = columns.row.astype(np.uint64) + columns.step.astype(np.uint64) * _GOLDEN_GAMMA
-            bits = mix_bits(owner)[self.sequence] + self.position.astype(np.uint64) * _GOLDEN_GAMMA
-            uniform: Array = (mix_bits(bits) >> np.uint64(11)).astype(float) * 2.0**-53
-        return uniform
+            owner = columns.row.astype(np.uint64) + columns.step.astype(np.uint64) * GOLDEN_GAMMA
+            return uniform_bits(mix_bits(owner)[self.sequence] + self.position.astype(np.uint64) * GOLDEN_GAMMA)
 
 
 _TOKEN_COLUMNS: dict[str, Any] = {
@@ -163,18 +160,8 @@ _TOKEN_COLUMNS: dict[str, Any] = {
 }
 
 
-def mix_bits(bits: Array) -> Array:
-    """Return independent bits for consecutive uint64 numbers, by splitmix64 (Steele et al. 2014)."""
-    with np.errstate(over="ignore"):
-        bits = bits + _GOLDEN_GAMMA
-        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed: Array = bits ^ (bits >> np.uint64(31))
-    return mixed
-
-
 def tabulate(trained: TrainedTokens, mask: Array, owner: Array) -> TokenTable:
-    """Return the table of a block's tokens.
+    """Return the table of a block's tokens, all of them.
 
     Args:
         trained: the tokens.
@@ -195,24 +182,22 @@ def tabulate(trained: TrainedTokens, mask: Array, owner: Array) -> TokenTable:
     numbers |= {"advantage": advantages, "response": trained_tokens}
     unknown = np.full(len(block), None, dtype=object)
     ids = block.tokens.get("tokens")
-    return _limit(
-        TokenTable(
-            sequences=SequenceColumns(
-                block.sequences["step"].astype(np.int64),
-                block.sequences["row"].astype(np.int64),
-                numbers,
-                {name: block.sequences.get(name, unknown) for name in SEQUENCE_NAMES},
-            ),
-            sequence=sequence.astype(np.int32),
-            position=(index - first_token[sequence] - prompt_length[sequence]).astype(np.int32),
-            from_end=(masked_before[end[sequence]] - masked_before[index + 1]).astype(np.int32),
-            turn=(turns_begun[index + 1] - turns_begun[first_token[sequence]] - 1).astype(np.int32),
-            begins_turn=begins_turn[index],
-            token=np.zeros(len(index), np.int32) if ids is None else ids[index].astype(np.int32),
-            gen=trained.gen.astype(np.float32),
-            delta=(trained.prev - trained.gen).astype(np.float32),
-            weight=np.ones(len(index), np.float32),
-        )
+    return TokenTable(
+        sequences=SequenceColumns(
+            block.sequences["step"].astype(np.int64),
+            block.sequences["row"].astype(np.int64),
+            numbers,
+            {name: block.sequences.get(name, unknown) for name in SEQUENCE_NAMES},
+        ),
+        sequence=sequence.astype(np.int32),
+        position=(index - first_token[sequence] - prompt_length[sequence]).astype(np.int32),
+        from_end=(masked_before[end[sequence]] - masked_before[index + 1]).astype(np.int32),
+        turn=(turns_begun[index + 1] - turns_begun[first_token[sequence]] - 1).astype(np.int32),
+        begins_turn=begins_turn[index],
+        token=np.zeros(len(index), np.int32) if ids is None else ids[index].astype(np.int32),
+        gen=trained.gen.astype(np.float32),
+        delta=(trained.prev - trained.gen).astype(np.float32),
+        weight=np.ones(len(index), np.float32),
     )
 
 
@@ -233,7 +218,7 @@ def join_tables(tables: Iterable[TokenTable]) -> TokenTable:
         {name: np.concatenate([owner.numbers[name] for owner in owners]) for name in SEQUENCE_NUMBERS},
         {name: np.concatenate([owner.names[name] for owner in owners]) for name in SEQUENCE_NAMES},
     )
-    return _limit(TokenTable(sequences, **columns, rate=rate))
+    return limit_table(TokenTable(sequences, **columns, rate=rate))
 
 
 def sum_with_replicates(table: TokenTable, values: Array) -> Array:
@@ -245,7 +230,8 @@ def sum_with_replicates(table: TokenTable, values: Array) -> Array:
     return sums
 
 
-def _limit(table: TokenTable) -> TokenTable:
+def limit_table(table: TokenTable) -> TokenTable:
+    """Return the table, thinned to ``MAX_TOKENS``."""
     rate = table.rate
     while len(table) > MAX_TOKENS:
         rate /= 2

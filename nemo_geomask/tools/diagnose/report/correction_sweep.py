@@ -3,12 +3,14 @@
 A candidate is a ``loss_fn``. Its loss gets the recorded batch and returns a gradient for each token's log-prob. The
 same loss without correction, on samples of π_old itself (gen = prev), gives the reference gradient g. Their ratio is
 the token's coefficient c: the correction's weight, times 0 where a mask removes the token. All measures follow from c
-and g; :data:`~nemo_geomask.tools.diagnose.report.candidate_outcome.DEFINITIONS` has their formulas.
+and g; :data:`DEFINITIONS` has their formulas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,38 @@ from nemo_geomask.losses import PolicyLoss, PrestepPass, build_loss
 from nemo_geomask.losses.prestep import valid_counts
 from nemo_geomask.records.flight import COLUMN_BATCH_KEYS
 from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
-from nemo_geomask.tools.diagnose.report.candidate_outcome import CandidateOutcome, add_silent_tokens, add_step
 from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES, NO_CORRECTION, RECIPE_SOURCE, Candidate
+from nemo_geomask.tools.shared.intervals import percentile_interval
+
+REPLICATES = 100
+"""Number of bootstrap replicates over sequences."""
+
+PARTS = ("all", "training engine likelier", "generation engine likelier", "good", "bad", "short", "long")
+"""Parts of the tokens: all; Δ > 0; Δ < 0; A > 0; A < 0; in responses up to the step's median length; in longer ones."""
+
+DEFINITIONS = {
+    "removed": "share of tokens with c = 0",
+    "bias": "Σ |c − ρ| |g| / Σ ρ |g|, ρ = exp(Δ): distance of the gradient, token by token, from the gradient on "
+    "samples of the policy that trains",
+    "variance": "Σ (c g)² / Σ g²: squared gradient over the squared gradient without correction",
+    "ess": "(Σ c)² / (n Σ c²): effective sample size over the number of tokens",
+    "advantage": "Σ c A / Σ c − mean A: shift of the mean advantage by what is removed and by the weights",
+}
+"""Formulas of the measures, with a token's coefficient c, reference gradient g and advantage A."""
+
+_SUMS = ("n", "zero", "|c-ρ||g|", "ρ|g|", "(cg)²", "g²", "c", "c²", "cA", "A")
+"""Columns of :attr:`CandidateOutcome.sums`: sums over tokens, from which the measures are computed."""
+
+WITHOUT_GRADIENT = ("removed", "ess", "advantage")
+"""Measures that tokens without a gradient have as well; the others weight tokens by their gradient."""
+
+_MEASURES: dict[str, Callable[[Mapping[str, Array]], Array]] = {
+    "removed": lambda sums: sums["zero"] / sums["n"],
+    "bias": lambda sums: sums["|c-ρ||g|"] / sums["ρ|g|"],
+    "variance": lambda sums: sums["(cg)²"] / sums["g²"],
+    "ess": lambda sums: np.where(sums["c²"] == 0, 0.0, sums["c"] ** 2 / (sums["n"] * sums["c²"])),
+    "advantage": lambda sums: np.where(sums["c"] == 0, np.nan, sums["cA"] / sums["c"]) - sums["A"] / sums["n"],
+}
 
 SMALL_ADVANTAGE = 1e-4
 """Advantage that stands for 0, so that a token without a gradient has a coefficient."""
@@ -38,8 +70,7 @@ def padded_batch(blocks: Iterable[RecordBlock], max_positions: int = 2**22) -> t
         blocks: the step's records.
         max_positions: upper limit of rows × width; sequences that would exceed it are left out.
 
-    Raises:
-        DataError: there is no sequence, or the log-probs of an engine or the advantages were not recorded.
+    Raises: DataError: there is no sequence, or the log-probs of an engine or the advantages were not recorded.
     """
     rows: list[dict[str, Array]] = []
     width = left_out = 0
@@ -60,12 +91,11 @@ def padded_batch(blocks: Iterable[RecordBlock], max_positions: int = 2**22) -> t
     if not rows:
         raise DataError("the records hold no sequence")
     batch: dict[str, Tensor] = {}
-    for name, key in ((name, COLUMN_BATCH_KEYS[name]) for name in _COLUMNS):
-        if name in rows[0]:
-            padded = np.zeros((len(rows), width), np.float32)
-            for index, row in enumerate(rows):
-                padded[index, : len(row[name])] = row[name]
-            batch[key] = torch.from_numpy(padded)
+    for name in (name for name in _COLUMNS if name in rows[0]):
+        padded = np.zeros((len(rows), width), np.float32)
+        for index, row in enumerate(rows):
+            padded[index, : len(row[name])] = row[name]
+        batch[COLUMN_BATCH_KEYS[name]] = torch.from_numpy(padded)
     for key in ("sample_mask", "rewards"):
         batch[key] = torch.tensor([float(row[key]) for row in rows])
     return batch, left_out
@@ -83,48 +113,40 @@ def replay(
     Args:
         steps: number and batch of each step, the batch from :func:`padded_batch`.
         candidates: the loss of the first one gives the reference gradient.
-        base: settings of ``loss_fn`` that all candidates share, without corrections; ``record`` and
-            ``audit_fraction`` are ignored.
+        base: settings of ``loss_fn`` that all candidates share; ``record`` and ``audit_fraction`` are ignored.
         at: the recorded log-probs to take for the current policy's: ``prev``, or ``curr`` where they were recorded.
 
-    Raises:
-        ConfigError: a candidate contradicts the base.
-        DataError: ``curr`` was not recorded.
+    Raises: ConfigError: a candidate contradicts the base. DataError: ``curr`` was not recorded.
     """
     losses = [_build_candidate_loss(candidate, base or {}) for candidate in candidates]
     presteps = [PrestepPass(loss.config) for loss in losses]
     outcomes = [CandidateOutcome(candidate) for candidate in candidates]
     for step, batch in steps:
-        key = f"{at}_logprobs"
-        if key not in batch:
+        if f"{at}_logprobs" not in batch:
             raise DataError(f"the records have no {at}, the log-probs of the current policy; replay them at prev")
+        curr = batch[f"{at}_logprobs"][:, 1:]
         # Without a mismatch no candidate corrects anything, and a ratio to gen equals a ratio to π_old.
         matched = {**batch, GENERATION_LOGPROBS: batch[PREV_LOGPROBS]}
-        reference, _, _ = _gradient(losses[0], presteps[0], matched, batch[key][:, 1:])
-        is_silent = _is_trained(batch) & (reference == 0)
+        reference, _, _ = _gradient(losses[0], presteps[0], matched, curr)
+        is_masked_in = (batch[TOKEN_MASK] != 0) & (batch["sample_mask"] != 0)[:, None]
+        is_trained = (is_masked_in & torch.isfinite(batch[PREV_LOGPROBS] - batch[GENERATION_LOGPROBS]))[:, 1:]
+        is_silent = is_trained & (reference == 0)
         for loss, prestep, outcome in zip(losses, presteps, outcomes, strict=True):
-            gradient, metrics, is_trained = _gradient(loss, prestep, batch, batch[key][:, 1:])
-            outcome.metrics[step] = metrics
-            if is_trained:
-                add_step(outcome, step, batch, reference, gradient)
-                if is_silent.any():
-                    pairs = [
-                        (
-                            _gradient(losses[0], presteps[0], _with_advantage(matched, value), batch[key][:, 1:])[0],
-                            _gradient(loss, prestep, _with_advantage(batch, value), batch[key][:, 1:])[0],
-                        )
-                        for value in (SMALL_ADVANTAGE, -SMALL_ADVANTAGE)
-                    ]
-                    add_silent_tokens(outcome, step, is_silent, pairs)
-            else:
+            gradient, outcome.metrics[step], trains = _gradient(loss, prestep, batch, curr)
+            if not trains:
                 outcome.skipped.append(step)
+                continue
+            outcome.add_step(step, batch, reference, gradient)
+            if is_silent.any():
+                pairs = [
+                    (
+                        _gradient(losses[0], presteps[0], _with_advantage(matched, value), curr)[0],
+                        _gradient(loss, prestep, _with_advantage(batch, value), curr)[0],
+                    )
+                    for value in (SMALL_ADVANTAGE, -SMALL_ADVANTAGE)
+                ]
+                outcome.add_silent_tokens(step, is_silent, pairs)
     return outcomes
-
-
-def _build_candidate_loss(candidate: Candidate, base: Mapping[str, Any]) -> PolicyLoss:
-    settings = {key: value for key, value in base.items() if key not in ("record", "audit_fraction")}
-    # Leave out the KL penalty: no correction changes its gradient.
-    return build_loss({**settings, **candidate.settings, "reference_policy_kl_penalty": 0, "compile": False})
 
 
 def select_compatible(
@@ -147,6 +169,12 @@ def select_compatible(
     return compatible, errors
 
 
+def _build_candidate_loss(candidate: Candidate, base: Mapping[str, Any]) -> PolicyLoss:
+    settings = {key: value for key, value in base.items() if key not in ("record", "audit_fraction")}
+    # Leave out the KL penalty: no correction changes its gradient.
+    return build_loss({**settings, **candidate.settings, "reference_policy_kl_penalty": 0, "compile": False})
+
+
 def _gradient(
     loss: PolicyLoss, prestep: PrestepPass, batch: Mapping[str, Tensor], curr: Tensor
 ) -> tuple[Tensor, dict[str, float], bool]:
@@ -161,12 +189,115 @@ def _gradient(
     return gradient, {**metrics.copy(), **decision.metrics}, True
 
 
-def _is_trained(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return bool [B, T-1], the trained tokens with finite log-probs of both engines."""
-    is_masked_in = (batch[TOKEN_MASK] != 0) & (batch["sample_mask"] != 0)[:, None]
-    return (is_masked_in & torch.isfinite(batch[PREV_LOGPROBS] - batch[GENERATION_LOGPROBS]))[:, 1:]
-
-
 def _with_advantage(batch: Mapping[str, Tensor], value: float) -> dict[str, Tensor]:
     """Return the batch with another advantage where it is 0."""
     return {**batch, "advantages": batch["advantages"].masked_fill(batch["advantages"] == 0, value)}
+
+
+@dataclass
+class CandidateOutcome:
+    """Effect of one candidate, summed over the replayed steps.
+
+    Attributes:
+        candidate: the candidate.
+        sequences: number of sequences with a token that has a gradient.
+        tokens, removed: [len(PARTS)], number of tokens in each part, and of those with the coefficient 0.
+        sums: [1 + REPLICATES, len(_SUMS)], row 0 over all sequences, the other rows over the bootstrap's samples.
+        silent_sums: the same sums over the trained tokens without a gradient, which are in no other sum: their
+            advantage is 0.
+        skipped: steps that the candidate's batch veto would have skipped.
+        metrics: by step, the metrics that the loss reported.
+    """
+
+    candidate: Candidate
+    sequences: int = 0
+    tokens: Array = field(default_factory=lambda: np.zeros(len(PARTS)))
+    removed: Array = field(default_factory=lambda: np.zeros(len(PARTS)))
+    sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, len(_SUMS))))
+    silent_sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, len(_SUMS))))
+    skipped: list[int] = field(default_factory=list)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    def value(self, measure: str) -> float:
+        """Return a measure of :data:`DEFINITIONS`; NaN if no step was trained on."""
+        return float(_measure(measure, self.sums)[0])
+
+    def interval(self, measure: str) -> tuple[float, float]:
+        """Return the confidence interval of a measure over sequences; NaN for both ends if no step was trained on."""
+        replicates = _measure(measure, self.sums)[1:]
+        return percentile_interval(replicates[np.isfinite(replicates)])
+
+    def value_of_all(self, measure: str) -> float:
+        """Return a measure of :data:`WITHOUT_GRADIENT` over all trained tokens, with those without a gradient."""
+        return float(_measure(measure, self.sums + self.silent_sums)[0])
+
+    @property
+    def silent_tokens(self) -> int:
+        """Number of trained tokens without a gradient, which the measures leave out."""
+        return round(float(self.silent_sums[0, _SUMS.index("n")]))
+
+    def removed_share(self, part: str) -> float:
+        """Return the share of a part's tokens that has the coefficient 0; NaN if the part has no token."""
+        index = PARTS.index(part)
+        return float(self.removed[index]) / float(self.tokens[index]) if self.tokens[index] else math.nan
+
+    def add_step(self, step: int, batch: Mapping[str, Tensor], reference: Tensor, gradient: Tensor) -> None:
+        """Add a step's tokens with a finite mismatch and a non-zero reference gradient."""
+        difference = (batch[PREV_LOGPROBS] - batch[GENERATION_LOGPROBS])[:, 1:]
+        is_compared = (reference != 0) & torch.isfinite(reference) & torch.isfinite(difference)
+        g = reference[is_compared].double().numpy()
+        c = gradient[is_compared].double().numpy() / g
+        delta, advantage = (value[is_compared].double().numpy() for value in (difference, batch["advantages"][:, 1:]))
+        sequence = torch.nonzero(is_compared)[:, 0].numpy()
+        lengths = (batch[TOKEN_MASK] != 0).sum(dim=1).numpy()
+        is_long = (lengths > np.median(lengths))[sequence]
+        is_removed = c == 0
+        parts = (np.ones_like(is_removed), delta > 0, delta < 0, advantage > 0, advantage < 0, ~is_long, is_long)
+        self.sequences += len(np.unique(sequence))
+        self.tokens += [part.sum() for part in parts]
+        self.removed += [(part & is_removed).sum() for part in parts]
+        size, rho = np.abs(g), np.exp(np.clip(delta, -40, 40))
+        columns = {
+            "n": np.ones_like(c),
+            "zero": is_removed.astype(float),
+            "|c-ρ||g|": np.abs(c - rho) * size,
+            "ρ|g|": rho * size,
+            "(cg)²": np.square(c * g),
+            "g²": np.square(g),
+            "c": c,
+            "c²": c * c,
+            "cA": c * advantage,
+            "A": advantage,
+        }
+        self.sums += _sums_and_replicates(step, sequence, len(lengths), columns)
+
+    def add_silent_tokens(self, step: int, is_silent: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Add a step's trained tokens without a gradient, which a bool [B, T-1] marks.
+
+        ``pairs`` are the reference gradient and the candidate's for a small positive and a small negative advantage. A
+        mask that depends on the sign of the advantage removes a token under one of them only, and keeps it at 0.
+        """
+        coefficients = np.stack(
+            [(gradient[is_silent].double() / reference[is_silent].double()).numpy() for reference, gradient in pairs]
+        )
+        c = np.nan_to_num(coefficients[np.abs(coefficients).argmax(axis=0), np.arange(coefficients.shape[1])])
+        sequence = torch.nonzero(is_silent)[:, 0].numpy()
+        columns = {"n": np.ones_like(c), "zero": (c == 0).astype(float), "c": c, "c²": c * c}
+        self.silent_sums += _sums_and_replicates(step, sequence, len(is_silent), columns)
+
+
+def _measure(measure: str, sums: Array) -> Array:
+    """Return a measure over all sequences, followed by its value in each replicate."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return _MEASURES[measure](dict(zip(_SUMS, sums.T, strict=True)))
+
+
+def _sums_and_replicates(step: int, sequence: Array, sequence_count: int, columns: Mapping[str, Array]) -> Array:
+    """Return sums as in :attr:`CandidateOutcome.sums` of [N] values by name; those of absent names are 0."""
+    absent = np.zeros(len(sequence))
+    by_sequence = np.stack(
+        [np.bincount(sequence, columns.get(name, absent), minlength=sequence_count) for name in _SUMS], axis=1
+    )
+    draws = np.random.default_rng(step).poisson(1.0, (REPLICATES, sequence_count))
+    sums: Array = np.concatenate([by_sequence.sum(axis=0, keepdims=True), draws @ by_sequence])
+    return sums

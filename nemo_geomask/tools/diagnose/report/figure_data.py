@@ -17,16 +17,18 @@ import numpy as np
 
 from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis
 from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS, Dimension
-from nemo_geomask.tools.diagnose.measure.quantities import (
-    BIN_MEASURES,
+from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
+from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
+from nemo_geomask.tools.diagnose.measure.thresholds import (
+    BIN_DEFINITIONS,
+    HEALTH_LIMITS,
     QUANTITIES,
     REMOVED_SHARES,
-    Quantity,
+    Estimate,
+    HealthLimit,
     measure_bins,
 )
-from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics, Window
-from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
-from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS, HealthLimit
+from nemo_geomask.tools.diagnose.read.record_reader import Array
 
 MAX_POINTS = 240
 """Largest number of points of a curve; the steps of a longer run are pooled."""
@@ -40,16 +42,10 @@ _FIRST_METRICS = ("reward", "token_mult_prob_error", "gen_kl_error", "loss", "gr
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a figure, or one set of points.
+    """One line of a figure, or one set of points with ``labels``.
 
-    Attributes:
-        run: index of the run, which chooses the colour.
-        name: name among the run's curves; empty if the run has one curve.
-        x: step numbers, or indices into the figure's ``x_labels``.
-        y: values; NaN where there is none.
-        low, high: ends of the confidence interval; empty if there is none.
-        style: number of the line style, or of the symbol of points.
-        labels: names of the points; empty for a line.
+    The index of the run chooses the colour, ``style`` the style of the line, or the symbol of points. ``name`` is empty
+    if the run has one curve, ``low`` and ``high`` are if there is no confidence interval.
     """
 
     run: int
@@ -68,15 +64,11 @@ class Figure:
 
     Attributes:
         key: unique name, from which the PNG's file name is derived.
-        title: heading.
-        definition: caption.
-        section: id of the page's section.
-        x_title, y_title: titles of the axes; a named view has its name as y title instead.
+        y_title: title of the axis; a named view has its name as title instead.
         views: curves by the name of what they measure; the page shows one view at a time.
         x_labels: names of the positions on the x axis; empty if the axis has numbers.
         limits: the values beyond which a run is drifting, and broken; empty if there are none.
         onsets: the step at which a run's mismatch rose, by index of the run.
-        is_scatter: True if the points are not joined by lines.
     """
 
     key: str
@@ -97,82 +89,67 @@ class Figure:
         return next(iter(self.views.values()))
 
 
-_PooledSteps = Sequence[tuple[float, StepSums]]
-_Estimate = tuple[float, float, float]
-"""A value and the ends of its confidence interval."""
+_Series = Sequence[tuple[str, Callable[[StepSums], Estimate]]]
+"""Names of a figure's curves, and what they show of each step."""
 
 
 def diagnosis_figures(runs: Sequence[RunDiagnosis]) -> list[Figure]:
     """Return the figures that compare runs; a figure whose data no run recorded is left out."""
     pooled = [_pool_steps(run.evidence.statistics) for run in runs]
-    onsets = {index: run.since for index, run in enumerate(runs) if run.since is not None}
-
-    def by_step(
-        title: str,
-        definition: str,
-        section: str,
-        estimates: Mapping[str, Callable[[StepSums], _Estimate]],
-        *,
-        key: str = "step",
-        limits: tuple[float, ...] = (),
-    ) -> Figure | None:
-        curves = [
-            _curve_by_step(index, name, steps, estimate, style)
-            for index, steps in enumerate(pooled)
-            for style, (name, estimate) in enumerate(estimates.items())
-        ]
-        curves = [curve for curve in curves if not all(math.isnan(y) for y in curve.y)]
-        if not any(y for curve in curves for y in curve.y if math.isfinite(y)):
-            return None  # nothing was recorded, or all values are zero
-        return Figure(
-            f"{key} {title}",
-            title,
-            definition=definition,
-            section=section,
-            x_title="step",
-            y_title="",
-            views={"": curves},
-            limits=limits,
-            onsets=onsets,
-        )
-
+    figure = partial(
+        _step_figure, pooled, {index: run.since for index, run in enumerate(runs) if run.since is not None}
+    )
     figures: list[Figure | None] = []
-    for limit in HEALTH_LIMITS:
-        limits = f"Drifting {limit.sign} {limit.drifting:g}, broken {limit.sign} {limit.broken:g}"
-        figures.append(
-            by_step(
-                limit.name,
-                f"{limit.definition}. {limits}: {limit.source}",
-                "steps",
-                {"": partial(_estimate_limited_number, limit)},
-                limits=(limit.drifting, limit.broken),
-            )
-        )
-    for quantity in QUANTITIES:
-        section = "steps" if quantity.name in _MAIN_QUANTITIES else "more"
-        estimates = {"": partial(_estimate_quantity, quantity)}
-        figures.append(by_step(quantity.name, quantity.definition, section, estimates))
+    for number in (*HEALTH_LIMITS, *QUANTITIES):
+        definition, section = number.definition, "more"
+        limits: tuple[float, ...] = ()
+        if isinstance(number, HealthLimit):
+            section, limits = "steps", (number.drifting, number.broken)
+            drifting, broken = (f"{number.sign} {limit:g}" for limit in limits)
+            definition += f". Drifting {drifting}, broken {broken}: {number.source}"
+        elif number.name in _MAIN_QUANTITIES:
+            section = "steps"
+        figures.append(figure("step", number.name, definition, section, [("", number.estimate)], limits))
     masks = sorted({mask for steps in pooled for _, sums in steps for mask in sums.removed})
     for unit, definition in REMOVED_SHARES:
         title = "removed, of |Δ|" if unit == "capped_abs" else "removed, of the tokens"
-        removed = {mask: partial(_estimate_removed, mask, unit) for mask in masks}
-        figures.append(by_step(title, f"for each mask, the {definition}", "masks", removed, key="masks"))
+        series = [(mask, partial(_removed_share, mask, unit)) for mask in masks]
+        figures.append(figure("masks", title, f"for each mask, the {definition}", "masks", series))
     figures += [_dimension_figure(runs, dimension) for dimension in DIMENSIONS]
     figures.append(_group_figure(runs))
     return [figure for figure in figures if figure is not None]
 
 
-def _estimate_limited_number(limit: HealthLimit, sums: StepSums) -> _Estimate:
-    value, low, high, _ = limit.read(sums)
-    return value, low, high
+def _step_figure(
+    runs: Sequence[Sequence[tuple[float, StepSums]]],
+    onsets: Mapping[int, int],
+    key: str,
+    title: str,
+    definition: str,
+    section: str,
+    series: _Series,
+    limits: tuple[float, ...] = (),
+) -> Figure | None:
+    """Return the figure of numbers by step; None if nothing was recorded, or all values are 0."""
+    curves = []
+    for run, steps in enumerate(runs):
+        x = tuple(step for step, _ in steps)
+        for style, (name, estimate) in enumerate(series):
+            y, low, high = zip(*(estimate(sums) if sums["tokens"] else _UNKNOWN for _, sums in steps), strict=True)
+            if not all(map(math.isnan, y)):
+                has_interval = not all(map(math.isnan, low))
+                curves.append(Curve(run, name, x, y, low if has_interval else (), high if has_interval else (), style))
+    if not any(y for curve in curves for y in curve.y if math.isfinite(y)):
+        return None
+    views = {"": curves}
+    return Figure(f"{key} {title}", title, definition, section, "step", "", views, limits=limits, onsets=onsets)
 
 
-def _estimate_quantity(quantity: Quantity, sums: StepSums) -> _Estimate:
-    return (float(quantity.value(sums)), *quantity.interval(sums))
+_UNKNOWN = Estimate(math.nan, math.nan, math.nan)
 
 
-def _estimate_removed(mask: str, unit: Literal["tokens", "capped_abs"], sums: StepSums) -> _Estimate:
-    return sums.removed_share(mask, unit), math.nan, math.nan
+def _removed_share(mask: str, unit: Literal["tokens", "capped_abs"], sums: StepSums) -> Estimate:
+    return _UNKNOWN._replace(value=sums.removed_share(mask, unit))
 
 
 def _chunks(steps: Sequence[int]) -> list[Sequence[int]]:
@@ -181,61 +158,38 @@ def _chunks(steps: Sequence[int]) -> list[Sequence[int]]:
     return [steps[first : first + size] for first in range(0, len(steps), size)]
 
 
-def _pool_steps(statistics: RunStatistics) -> _PooledSteps:
+def _pool_steps(statistics: RunStatistics) -> list[tuple[float, StepSums]]:
     """Return the mean step number and the sums of each chunk of steps."""
     return [(float(np.mean(chunk)), statistics.total(chunk)) for chunk in _chunks(sorted(statistics.steps))]
 
 
-def _curve_by_step(
-    run: int, name: str, steps: _PooledSteps, estimate: Callable[[StepSums], _Estimate], style: int
-) -> Curve:
-    y, low, high = zip(*(estimate(sums) if sums["tokens"] else (math.nan,) * 3 for _, sums in steps), strict=True)
-    if all(math.isnan(end) for end in low):
-        low = high = ()
-    return Curve(run, name, tuple(x for x, _ in steps), y, low, high, style)
-
-
-def _named_windows(run: RunDiagnosis) -> list[tuple[str, Window]]:
-    """Return *before* and *after* with their names; only *after*, with an empty name, if there is no *before*."""
-    evidence = run.evidence
-    if evidence.before is None:
-        return [("", evidence.after)]
-    return list(zip(evidence.side_names, (evidence.before, evidence.after), strict=True))
-
-
 def _dimension_figure(runs: Sequence[RunDiagnosis], dimension: Dimension) -> Figure | None:
     """Return the figure of a dimension, with a view for each measure; None if all tokens are in one bin."""
-    sides = []
+    sides: list[tuple[int, str, int, Array]] = []  # run, name, style, sums; the judged window's line is solid
     for index, run in enumerate(runs):
-        windows = _named_windows(run)
-        for position, (name, window) in enumerate(windows):
-            style = len(windows) - 1 - position  # the judged window's line is solid
-            sides.append((index, name, style, measure_bins(window.bin_sums[dimension.name])))
-    bins = sorted({index for *_, measures in sides for index in measures})
+        before, after = run.evidence.before, run.evidence.after.bin_sums[dimension.name]
+        before_name, after_name = run.evidence.side_names if before is not None else ("", "")
+        if before is not None:
+            sides.append((index, before_name, 1, before.bin_sums[dimension.name]))
+        sides.append((index, after_name, 0, after))
+    sides = [side for side in sides if side[-1][:, 0].any()]
+    bins = np.flatnonzero(sum(sums[:, 0] for *_, sums in sides)).tolist() if sides else []
     if len(bins) < 2:
         return None
-    names = [measure.name for measure in BIN_MEASURES]
+    measured = [(run, name, style, measure_bins(sums).measures) for run, name, style, sums in sides]
     x = tuple(map(float, range(len(bins))))
+    names = list(BIN_DEFINITIONS)
     # The share of the tokens is the first measure but the last view, so that the page shows the mismatch first.
     views = {
         measure: [
-            Curve(run, name, x, tuple(measures.get(index, {}).get(measure, math.nan) for index in bins), style=style)
-            for run, name, style, measures in sides
-            if measures
+            Curve(run, name, x, tuple(measures[measure][bins].tolist()), style=style)
+            for run, name, style, measures in measured
         ]
         for measure in [*names[1:], names[0]]
     }
     labels = tuple(dimension.label(index, index) for index in bins)
-    return Figure(
-        f"by {dimension.name}",
-        f"By {dimension.name}",
-        definition="",
-        section="parts",
-        x_title=dimension.unit,
-        y_title="",
-        views=views,
-        x_labels=labels,
-    )
+    title = f"By {dimension.name}"
+    return Figure(f"by {dimension.name}", title, "", "parts", dimension.unit, "", views, x_labels=labels)
 
 
 def metric_figures(runs: Sequence[Mapping[str, Mapping[int, float]]]) -> Iterator[Figure]:
@@ -259,12 +213,9 @@ def metric_figures(runs: Sequence[Mapping[str, Mapping[int, float]]]) -> Iterato
 
 
 class GroupMismatch(NamedTuple):
-    """Mismatch of a prompt group in one step.
+    """Share that a prompt group has of a step's Σ min(|Δ|, 1), and how its mismatch compares with the other groups'.
 
-    Attributes:
-        group: number of the group.
-        share: its share of the step's sum of capped |Δ|.
-        ratio: its mean |Δ| over mean 1 − p, divided by the same of the step's other groups.
+    The ``ratio`` is its mean |Δ| over mean 1 − p, divided by the same of the step's other groups.
     """
 
     group: int
@@ -274,14 +225,13 @@ class GroupMismatch(NamedTuple):
 
 def group_mismatches(run: RunDiagnosis, step: int) -> Iterator[GroupMismatch]:
     """Yield the mismatch of each prompt group of a step, except where there is none to compare it with."""
-    groups = run.evidence.statistics.steps[step].groups
-    capped_abs = sum(group.capped_abs for group in groups.values())
-    one_minus_p = sum(group.one_minus_p for group in groups.values())
-    for number, group in groups.items():
-        other_abs, other_expected = capped_abs - group.capped_abs, one_minus_p - group.one_minus_p
-        if group.one_minus_p > 0 and other_abs > 0 and other_expected > 0:
-            ratio = group.capped_abs / group.one_minus_p * other_expected / other_abs
-            yield GroupMismatch(number, group.capped_abs / capped_abs, ratio)
+    groups = {number: tuple(sums.tolist()) for number, sums in run.evidence.statistics.steps[step].groups.items()}
+    capped_abs, one_minus_p = (sum(column) for column in zip(*groups.values(), strict=True))
+    for number, (own_abs, own_expected) in groups.items():
+        other_abs, other_expected = capped_abs - own_abs, one_minus_p - own_expected
+        if own_expected > 0 and other_abs > 0 and other_expected > 0:
+            ratio = own_abs / own_expected * other_expected / other_abs
+            yield GroupMismatch(number, own_abs / capped_abs, ratio)
 
 
 def _group_figure(runs: Sequence[RunDiagnosis]) -> Figure | None:
@@ -303,8 +253,7 @@ def _group_figure(runs: Sequence[RunDiagnosis]) -> Figure | None:
         "by group",
         "By prompt group",
         definition="share of the prompt groups, over the judged steps, by their mismatch (mean |Δ| over mean 1 − p) "
-        "divided by the "
-        "mismatch of the step's other groups",
+        "divided by the mismatch of the step's other groups",
         section="parts",
         x_title="times the mismatch of the other groups",
         y_title="share",

@@ -22,7 +22,7 @@ from nemo_geomask.optional import require
 from nemo_geomask.tools.diagnose.explain.causes import CAUSES
 from nemo_geomask.tools.diagnose.explain.run_diagnosis import causes_by_need
 from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis
-from nemo_geomask.tools.diagnose.measure.quantities import BIN_MEASURES
+from nemo_geomask.tools.diagnose.measure.thresholds import BIN_DEFINITIONS
 from nemo_geomask.tools.diagnose.read.logged_metrics import MetricSeries, read_logged
 from nemo_geomask.tools.diagnose.read.record_sources import RunFiles
 from nemo_geomask.tools.diagnose.report.excerpts import MISMATCH_GRADES, Excerpt, worst_excerpts
@@ -33,6 +33,7 @@ from nemo_geomask.tools.diagnose.report.figure_data import (
     metric_figures,
 )
 from nemo_geomask.tools.diagnose.report.figure_rendering import plotly_figure, run_colour
+from nemo_geomask.tools.diagnose.report.json_formats import SweepJson
 from nemo_geomask.tools.diagnose.report.page_tables import PageTable, merge_tables
 from nemo_geomask.tools.diagnose.report.report_tables import STEP, Decode, Table, diagnosis_tables
 from nemo_geomask.tools.diagnose.report.sweep_section import build_sweep_section
@@ -141,8 +142,7 @@ def _build_sections(
     sections = {
         key: _PageSection(key, title, intro, is_folded=key == "more") for key, (title, intro) in _SECTIONS.items()
     }
-    measure_definitions = {measure.name: measure.definition for measure in BIN_MEASURES}
-    sections["parts"] = replace(sections["parts"], definitions=measure_definitions)
+    sections["parts"] = replace(sections["parts"], definitions=BIN_DEFINITIONS)
     for figure in [*diagnosis_figures([run.diagnosis for run in runs]), *metric_figures([run.logged for run in runs])]:
         sections[figure.section].figures.append(figure)
     tables_by_key: dict[str, list[tuple[int, Table]]] = {}
@@ -163,7 +163,7 @@ def write_report(
     runs: Sequence[tuple[RunFiles, RunDiagnosis]],
     *,
     fallbacks: Mapping[str, tuple[str, str]] | None = None,
-    sweeps: Sequence[Mapping[str, Any]] = (),
+    sweeps: Sequence[SweepJson] = (),
     decode: Decode | None = None,
     dimension_pairs: Sequence[tuple[str, ...]] = (),
     cache: Path | None = None,
@@ -209,7 +209,7 @@ def write_page(
     runs: Sequence[ReportedRun],
     *,
     fallbacks: Mapping[str, tuple[str, str]] | None = None,
-    sweeps: Sequence[Mapping[str, Any]] = (),
+    sweeps: Sequence[SweepJson] = (),
     decode: Decode | None = None,
     dimension_pairs: Sequence[tuple[str, ...]] = (),
 ) -> None:

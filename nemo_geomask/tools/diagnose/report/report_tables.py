@@ -12,25 +12,23 @@ import numpy as np
 from nemo_geomask.tools.diagnose.explain.causes import CAUSES
 from nemo_geomask.tools.diagnose.explain.evidence import Evidence
 from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis
-from nemo_geomask.tools.diagnose.measure.bin_rates import BinRates, format_ratio_interval
-from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS, DIMENSIONS_BY_NAME, ENVIRONMENT
+from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS_BY_NAME, ENVIRONMENT
 from nemo_geomask.tools.diagnose.measure.feedback import SHOWN_SCORE, mismatch_feedback, summarize_feedback
-from nemo_geomask.tools.diagnose.measure.quantities import (
+from nemo_geomask.tools.diagnose.measure.run_statistics import MAX_ENVIRONMENTS
+from nemo_geomask.tools.diagnose.measure.step_sums import ratio_or_nan
+from nemo_geomask.tools.diagnose.measure.thresholds import (
     AGAINST_EXPECTED,
-    BIN_MEASURES,
+    BIN_DEFINITIONS,
+    HEALTH_LIMITS,
     QUANTITIES,
     REMOVED_SHARES,
+    HealthLimit,
     effective_share,
     measure_bins,
 )
-from nemo_geomask.tools.diagnose.measure.run_statistics import MAX_ENVIRONMENTS, Window
-from nemo_geomask.tools.diagnose.measure.step_sums import ratio_or_nan
-from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS
-from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
+from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL, ratio_interval
 from nemo_geomask.tools.shared.terminal_tables import ABSENT, print_table
 from nemo_geomask.tools.shared.terminal_text import escape_line
-
-__all__ = ["STEP", "Decode", "Table", "diagnosis_tables", "print_tables"]
 
 STEP = "step"
 """Value of ``--by`` that shows the table of all steps, instead of a table by dimension."""
@@ -42,20 +40,14 @@ _SHARES = ("of k3", "of |Δ|")
 """Columns of the shares of the mismatch that a cause accounts for."""
 _MAX_STEPS = 12
 """Largest number of rows in the table of steps when all tables are shown."""
-_ENVIRONMENT_REQUIREMENT = "the names of NeMo-Gym's agents"
-"""Data that the table of environments needs besides log-probs."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Table of a diagnosis.
+    """Table of a diagnosis, with its key in the JSON output.
 
-    Attributes:
-        key: name in the JSON output.
-        title: heading; if the table has no rows, the reason.
-        columns: titles of the columns.
-        rows: cells, as text or numbers.
-        definitions: definitions of columns, by their titles, and of rows, by their first cells.
+    The title of a table without rows is the reason. Definitions are of columns, by their titles, and of rows, by their
+    first cells.
     """
 
     key: str
@@ -87,69 +79,48 @@ def diagnosis_tables(
             one bin, the table has no rows and its title says so.
     """
     if splits is not None:
-        return [table for names in splits for table in _requested_tables(diagnosis, names)]
+        all_steps = len(diagnosis.evidence.statistics.steps)
+        by_step = [_step_table(diagnosis, all_steps), _feedback_table(diagnosis)] if (STEP,) in splits else []
+        return [
+            table
+            for names in splits
+            for table in (by_step if names == (STEP,) else [_bin_table(diagnosis.evidence, names)])
+        ]
     tables = [_number_table(diagnosis), _cause_table(diagnosis), _change_table(diagnosis)]
     tables.append(_step_table(diagnosis, _MAX_STEPS))
-    for dimension in DIMENSIONS:
-        table = _bin_table(diagnosis.evidence, (dimension.name,))
-        tables += [] if table is None else [table]
-    environment_table = _environment_table(diagnosis.evidence)
-    tables += [] if environment_table is None else [environment_table]
+    tables += [_bin_table(diagnosis.evidence, (name,)) for name in (*DIMENSIONS_BY_NAME, ENVIRONMENT)]
     tables += _worst_tables(diagnosis, decode)
     return [table for table in tables if table.rows]
-
-
-def _requested_tables(diagnosis: RunDiagnosis, names: tuple[str, ...]) -> list[Table]:
-    if names == (STEP,):
-        return [_step_table(diagnosis, len(diagnosis.evidence.statistics.steps)), _feedback_table(diagnosis)]
-    if names == (ENVIRONMENT,):
-        table, requirements = _environment_table(diagnosis.evidence), [_ENVIRONMENT_REQUIREMENT]
-    else:
-        table = _bin_table(diagnosis.evidence, names)
-        requirements = [DIMENSIONS_BY_NAME[name].requirement for name in names]
-    if table is None:
-        needed = " and ".join(filter(None, requirements))
-        reason = f"not recorded ({needed}), or the same everywhere" if needed else "the same everywhere"
-        table = Table(",".join(names), f"--by {','.join(names)}: {reason}", (), [])
-    return [table]
 
 
 def _number_table(diagnosis: RunDiagnosis) -> Table:
     """Return the table of the numbers with health limits, the other quantities, and the shares that masks removed."""
     before, after = diagnosis.evidence.sums_before, diagnosis.evidence.sums_after
+    sides = [after] if before is None else [before, after]
     rows: list[tuple[Any, ...]] = []
-    for limit in HEALTH_LIMITS:
-        value, low, high, _ = limit.read(after)
-        values = (value,) if before is None else (limit.read(before).value, value)
-        health = diagnosis.readings[limit.name].health
-        comparison = f"{limit.sign} {limit.drifting:g} | {limit.broken:g}" + (
-            f": {health}" if health != "healthy" else ""
-        )
-        rows.append((limit.name, *values, f"{low:.4g} to {high:.4g}", comparison, limit.definition))
-    for quantity in QUANTITIES:
-        value = float(quantity.value(after))
-        if math.isnan(value):
+    for number in (*HEALTH_LIMITS, *QUANTITIES):
+        estimates = [number.estimate(sums) for sums in sides]
+        value, low, high = estimates[-1]
+        interval, comparison = f"{low:.4g} to {high:.4g}" if number.has_interval else "", ""
+        if isinstance(number, HealthLimit):
+            health = diagnosis.readings[number.name].health
+            comparison = f"{number.sign} {number.drifting:g} | {number.broken:g}"
+            comparison += "" if health == "healthy" else f": {health}"
+        elif math.isnan(value):
             continue
-        values = (value,) if before is None else (float(quantity.value(before)), value)
-        interval = "{:.4g} to {:.4g}".format(*quantity.interval(after)) if quantity.bootstrapped_sum else ""
-        rows.append((quantity.name, *values, interval, "", quantity.definition))
+        rows.append((number.name, *(estimate.value for estimate in estimates), interval, comparison, number.definition))
     for mask in sorted(after.removed):
         for unit, definition in REMOVED_SHARES:
-            shares = [sums.removed_share(mask, unit) for sums in (before, after) if sums]
             suffix = ", of |Δ|" if unit == "capped_abs" else ""
+            shares = [sums.removed_share(mask, unit) for sums in sides]
             rows.append((f"mask {mask}{suffix}", *shares, "", "", definition))
-    sides = diagnosis.evidence.side_names[before is None :]
     title = "Numbers, Δ = prev − gen of a trained token"
     if diagnosis.health != "healthy" and not diagnosis.unjudged_reason:
         decisive = [name for name, reading in diagnosis.readings.items() if reading.health == diagnosis.health]
         decided = ", ".join(decisive) or "the cause or the change alone, as no number is that far beyond its limit"
         title += f"; {diagnosis.health} by {decided}"
-    return Table(
-        "numbers",
-        title,
-        ("", *sides, CONFIDENCE_LABEL, "drifting | broken", "definition"),
-        rows,
-    )
+    names = diagnosis.evidence.side_names[-len(sides) :]
+    return Table("numbers", title, ("", *names, CONFIDENCE_LABEL, "drifting | broken", "definition"), rows)
 
 
 def _cause_table(diagnosis: RunDiagnosis) -> Table:
@@ -191,15 +162,8 @@ def _share_cells(diagnosis: RunDiagnosis, cause: str) -> tuple[str, str]:
 
 def _change_table(diagnosis: RunDiagnosis) -> Table:
     rows: list[tuple[Any, ...]] = [
-        (
-            alarm.metric,
-            alarm.since,
-            alarm.before,
-            alarm.after,
-            "slope" if alarm.is_gradual else "jump",
-            round(alarm.score, 1),
-        )
-        for alarm in diagnosis.alarms
+        (one.metric, one.since, one.before, one.after, "slope" if one.is_gradual else "jump", round(one.score, 1))
+        for one in diagnosis.alarms
     ]
     columns = ("", "since step", "before", "after", "as a", "standard errors")
     return Table("changes", "Numbers that changed", columns, rows)
@@ -247,8 +211,7 @@ def _step_table(diagnosis: RunDiagnosis, max_steps: int) -> Table:
                 sums.mean("reward", "sequences_with_reward"),
             )
         )
-    number_definitions = {limit.name: limit.definition for limit in HEALTH_LIMITS}
-    number_definitions |= {quantity.name: quantity.definition for quantity in QUANTITIES}
+    number_definitions = {number.name: number.definition for number in (*HEALTH_LIMITS, *QUANTITIES)}
     definitions = {
         column: number_definitions[name] for column, name in _STEP_COLUMNS.items() if name in number_definitions
     }
@@ -271,74 +234,65 @@ def _feedback_table(diagnosis: RunDiagnosis) -> Table:
 _PERCENT_MEASURES = ("tokens", "Δ > 0")
 
 
-def _bin_table(evidence: Evidence, names: tuple[str, ...]) -> Table | None:
-    """Return the table of the mismatch by one or two dimensions; None if all tokens are in one bin, or unrecorded."""
-    dimensions = [DIMENSIONS_BY_NAME[name] for name in names]
-    shape = [dimension.bin_count for dimension in dimensions]
+def _bin_table(evidence: Evidence, names: tuple[str, ...]) -> Table:
+    """Return the table of the mismatch by one or two dimensions, or by environment.
+
+    If all tokens are in one bin, or the data were not recorded, it has no rows, and its title says so.
+    """
+    key, before_name = ",".join(names), evidence.side_names[0]
+    after = evidence.after.bin_sums.get(key)
+    before = None if evidence.before is None else evidence.before.bin_sums.get(key)
+    dimensions = [DIMENSIONS_BY_NAME[name] for name in names if name != ENVIRONMENT]
+    requirements = [dimension.requirement for dimension in dimensions]
+    title = f"By {' and '.join(f'{dimension.name} ({dimension.unit})' for dimension in dimensions)}"
+    if names == (ENVIRONMENT,):
+        other_names = set() if evidence.before is None else evidence.before.environments
+        environments = sorted(evidence.after.environments | other_names)[:MAX_ENVIRONMENTS]
+        labels = [*map(escape_line, environments), f"others (after the first {MAX_ENVIRONMENTS} by name)"]
+        title, requirements = "By environment", ["the names of NeMo-Gym's agents"]
+        after = evidence.after.by_environment(environments)
+        before = None if evidence.before is None else evidence.before.by_environment(environments)
+    if after is None or np.count_nonzero(after[:, 0]) < 2:
+        needed = " and ".join(filter(None, requirements))
+        reason = f"not recorded ({needed}), or the same everywhere" if needed else "the same everywhere"
+        return Table(key, f"--by {key}: {reason}", (), [])
 
     def label(index: int) -> str:
-        bins = map(int, np.unravel_index(index, shape))
+        if not dimensions:
+            return labels[index]
+        bins = map(int, np.unravel_index(index, [dimension.bin_count for dimension in dimensions]))
         return " · ".join(dimension.label(number, number) for dimension, number in zip(dimensions, bins, strict=True))
 
-    title = f"By {' and '.join(f'{dimension.name} ({dimension.unit})' for dimension in dimensions)}"
-    return _table_of_bins(",".join(names), title, label, evidence.after, evidence.before, evidence.side_names[0])
-
-
-def _environment_table(evidence: Evidence) -> Table | None:
-    """Return the table of the mismatch by environment; None if all tokens are of one, or unrecorded."""
-    other_names = set() if evidence.before is None else evidence.before.environments
-    names = sorted(evidence.after.environments | other_names)[:MAX_ENVIRONMENTS]
-    labels = [*map(escape_line, names), f"others (after the first {MAX_ENVIRONMENTS} by name)"]
-    before = None if evidence.before is None else evidence.before.by_environment(names)
-    after = evidence.after.by_environment(names)
-    return _table_of_bins(ENVIRONMENT, "By environment", labels.__getitem__, after, before, evidence.side_names[0])
-
-
-def _table_of_bins(
-    key: str,
-    title: str,
-    label: Callable[[int], str],
-    window_after: Window,
-    window_before: Window | None,
-    before_name: str,
-) -> Table | None:
-    """Return the table of the mismatch in the bins of a window; None if all tokens are in one bin, or unrecorded.
-
-    Args:
-        key: key of the bins in the windows, and of the table.
-        title: heading.
-        label: returns the name of a bin, by its index.
-        window_after: the window.
-        window_before: the window to compare with; None if there is none.
-        before_name: name of the window to compare with.
-    """
-    bin_sums = window_after.bin_sums.get(key)
-    if bin_sums is None or np.count_nonzero(bin_sums[:, 0]) < 2:
-        return None
-    after = BinRates(window_after, key)
-    before = None if window_before is None or key not in window_before.bin_sums else BinRates(window_before, key)
+    bins_after, bins_before = measure_bins(after), None if before is None else measure_bins(before)
     rows = []
-    for index, values in measure_bins(bin_sums).items():
+    for index in np.flatnonzero(after[:, 0]).tolist():
         row: list[Any] = [label(index)]
-        for name, value in values.items():
+        for name, values in bins_after.measures.items():
+            value = float(values[index])
             row.append(f"{value:.1%}" if name in _PERCENT_MEASURES else value)
             if name == AGAINST_EXPECTED:
-                row.append(format_ratio_interval(value, after.error[index]))
-        if before is not None:
-            ratio = ratio_or_nan(float(after.rate[index]), float(before.rate[index]))
-            row += (ratio, format_ratio_interval(ratio, math.hypot(after.error[index], before.error[index])))
+                row.append(_format_ratio_interval(value, bins_after.error[index]))
+        if bins_before is not None:
+            ratio = ratio_or_nan(float(bins_after.rate[index]), float(bins_before.rate[index]))
+            error = math.hypot(bins_after.error[index], bins_before.error[index])
+            row += (ratio, _format_ratio_interval(ratio, error))
         rows.append(tuple(row))
     columns = [""]
-    for measure in BIN_MEASURES:
-        columns += [measure.name, CONFIDENCE_LABEL] if measure.name == AGAINST_EXPECTED else [measure.name]
-    definitions = {measure.name: measure.definition for measure in BIN_MEASURES}
-    definitions[CONFIDENCE_LABEL] = f"interval of {AGAINST_EXPECTED}, over sequences"
-    if before is not None:
+    for name in BIN_DEFINITIONS:
+        columns += [name, CONFIDENCE_LABEL] if name == AGAINST_EXPECTED else [name]
+    definitions = {**BIN_DEFINITIONS, CONFIDENCE_LABEL: f"interval of {AGAINST_EXPECTED}, over sequences"}
+    if bins_before is not None:
         ratio_column, interval_column = f"against {before_name}", f"{CONFIDENCE_LABEL} of that"
         columns += [ratio_column, interval_column]
         definitions[ratio_column] = f"mean |Δ| over mean 1 − p, relative to the same tokens of {before_name}"
         definitions[interval_column] = "interval of the column before, over sequences"
     return Table(key, title, tuple(columns), rows, definitions)
+
+
+def _format_ratio_interval(ratio: float, relative_error: float) -> str:
+    """Return the confidence interval of a ratio as text; ``ABSENT`` if it is not finite."""
+    low, high = ratio_interval(ratio, relative_error)
+    return ABSENT if math.isnan(low) else f"{low:.3g} to {high:.3g}"
 
 
 def _worst_tables(diagnosis: RunDiagnosis, decode: Decode | None) -> list[Table]:
@@ -353,17 +307,9 @@ def _worst_tables(diagnosis: RunDiagnosis, decode: Decode | None) -> list[Table]
         context = " ".join(map(str, worst.context)) if decode is None else repr(decode(worst.context))
         tokens.append((worst.step, worst.row, worst.position, worst.gen, worst.prev, context))
     context_column = "ids up to it" if decode is None else "text up to it"
+    columns = ("step", "row", "group", "tokens", "|Δ|", "k1")
+    token_columns = ("step", "row", "token", "gen", "prev", context_column)
     return [
-        Table(
-            "worst_sequences",
-            "Sequences with the largest mean |Δ|",
-            ("step", "row", "group", "tokens", "|Δ|", "k1"),
-            sequences,
-        ),
-        Table(
-            "worst_tokens",
-            "Tokens with the largest |Δ|",
-            ("step", "row", "token", "gen", "prev", context_column),
-            tokens,
-        ),
+        Table("worst_sequences", "Sequences with the largest mean |Δ|", columns, sequences),
+        Table("worst_tokens", "Tokens with the largest |Δ|", token_columns, tokens),
     ]

@@ -11,13 +11,7 @@ from nemo_geomask.config.presets import PUBLISHED_SETTINGS
 
 @dataclass(frozen=True)
 class Candidate:
-    """One correction, mask or veto.
-
-    Attributes:
-        name: short name.
-        settings: fields of ``loss_fn`` that are added to the base's.
-        source: system or paper that uses these bounds.
-    """
+    """One correction, mask or veto: fields of ``loss_fn`` that are added to the base's, and who uses these bounds."""
 
     name: str
     settings: Mapping[str, Any]
@@ -27,7 +21,7 @@ class Candidate:
 def _weight(
     level: str, source: str, truncation: str | None = None, low: float | None = None, high: float = 0.0
 ) -> Candidate:
-    """Return an importance-sampling correction without truncation, or with a truncation type of NeMo-RL's."""
+    """Return an importance-sampling correction, with a truncation type of NeMo-RL's or without."""
     settings: dict[str, Any] = {"use_importance_sampling_correction": True, "is_correction_level": level}
     if truncation is None:
         return Candidate(f"weight {level}", settings, source)

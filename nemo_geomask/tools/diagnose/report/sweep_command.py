@@ -1,7 +1,8 @@
-"""The ``sweep`` command from its options to the output: choose steps, replay them under each candidate, and print."""
+"""The ``sweep`` command: choose steps, replay them under each candidate, recommend one, and print."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,18 +10,20 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from nemo_geomask.config.strict import inline_yaml
 from nemo_geomask.errors import ConfigError, DataError
+from nemo_geomask.losses import build_loss
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.diagnose.explain.verdict import diagnose
 from nemo_geomask.tools.diagnose.measure.run_survey import read_step, survey_run
+from nemo_geomask.tools.diagnose.measure.thresholds import MIN_SEQUENCES
 from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, find_run
 from nemo_geomask.tools.diagnose.report import correction_sweep
-from nemo_geomask.tools.diagnose.report.candidate_outcome import DEFINITIONS, PARTS, WITHOUT_GRADIENT, CandidateOutcome
-from nemo_geomask.tools.diagnose.report.correction_sweep import padded_batch
-from nemo_geomask.tools.diagnose.report.json_formats import CandidateJson, MeasureJson, SweepJson, TokensJson
-from nemo_geomask.tools.diagnose.report.report_tables import Table, print_tables
+from nemo_geomask.tools.diagnose.report.correction_sweep import DEFINITIONS, PARTS, WITHOUT_GRADIENT, CandidateOutcome
+from nemo_geomask.tools.diagnose.report.json_formats import CandidateJson, MeasureJson, SweepJson
+from nemo_geomask.tools.diagnose.report.report_tables import print_tables
 from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES, GRID, split_recipe_loss
-from nemo_geomask.tools.diagnose.report.sweep_recommendation import explain_no_recommendation, pareto_front, recommend
+from nemo_geomask.tools.diagnose.report.sweep_section import sweep_tables
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, to_json
 from nemo_geomask.tools.shared.progress_bar import track
 from nemo_geomask.tools.shared.terminal_text import escape_line
@@ -29,38 +32,26 @@ _WRONG_LOGPROBS = ("positive_logprobs", "shifted", "zero_logprobs", "nonfinite")
 """Causes whose log-probs are not those of the tokens."""
 MAX_NONFINITE = 1e-3
 """Share of non-finite log-probs up to which a replay leaves them out."""
+MAX_VARIANCE = 1.1
+"""Largest variance that a recommended candidate may have, as a multiple of the variance without correction."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepOptions:
-    """Options of ``nemo-geomask sweep``.
-
-    Attributes:
-        directory: folder of one run's records or logs.
-        step_count: number of steps to replay.
-        last_steps_only: replay the last steps; False: evenly spaced steps of the whole run.
-        include_grid: also compare the candidates of ``GRID``, whose bounds are narrower and wider.
-        at: log-probs of the current policy, as for :func:`~nemo_geomask.tools.diagnose.report.correction_sweep.replay`.
-        recipe: recipe whose ``loss_fn`` gives the settings that all candidates share, and a candidate with its
-            corrections; None: NeMo-RL's defaults.
-        output: print tables and the recommended block, only the block, or JSON.
-        cache: folder for records converted from logs; None: next to the logs.
-        skip_damaged: leave damaged files out, with their steps if they have no other; else they are an error.
-    """
-
-    directory: Path
-    step_count: int = 8
-    last_steps_only: bool = False
-    include_grid: bool = False
-    at: Literal["prev", "curr"] = "prev"
-    recipe: str | None = None
-    output: Literal["tables", "block", "json"] = "tables"
-    cache: Path | None = None
-    skip_damaged: bool = False
-
-
-def run_sweep(options: SweepOptions) -> str:
+def run_sweep(
+    directory: Path,
+    *,
+    step_count: int = 8,
+    last_steps_only: bool = False,
+    include_grid: bool = False,
+    at: Literal["prev", "curr"] = "prev",
+    recipe: str | None = None,
+    output: Literal["tables", "block", "json"] = "tables",
+    cache: Path | None = None,
+    skip_damaged: bool = False,
+) -> str:
     """Replay a run's batches under every candidate, and print the effect of each.
+
+    The arguments are those of ``nemo-geomask sweep``: its steps are spread evenly over the run, or the last ones; the
+    ``loss_fn`` of ``recipe`` has the settings that all candidates share, and its corrections are a candidate.
 
     Returns:
         Why no candidate is recommended; empty if one is.
@@ -70,57 +61,55 @@ def run_sweep(options: SweepOptions) -> str:
         DataError: the folder holds no run, its records lack columns that a replay needs, their log-probs are wrong, or
             no token has a gradient.
     """
-    if options.step_count < 1:
-        raise ConfigError(f"--steps {options.step_count} must be at least 1")
-    run = find_run(options.directory, skip_damaged=options.skip_damaged)
+    if step_count < 1:
+        raise ConfigError(f"--steps {step_count} must be at least 1")
+    run = find_run(directory, skip_damaged=skip_damaged)
     base: dict[str, Any] = {}
-    candidates = [*CANDIDATES, *(GRID if options.include_grid else ())]
-    if options.recipe is not None:
-        recipe = read_recipe(options.recipe, leave=("data", "env", "logger"))
-        base, recipe_candidate = split_recipe_loss(recipe.data.get("loss_fn") or {})
+    candidates = [*CANDIDATES, *(GRID if include_grid else ())]
+    if recipe is not None:
+        settings = read_recipe(recipe, leave=("data", "env", "logger")).data.get("loss_fn") or {}
+        base, recipe_candidate = split_recipe_loss(settings)
         if recipe_candidate is not None:
             candidates.insert(1, recipe_candidate)
     candidates, incompatible = correction_sweep.select_compatible(candidates, base)
-    batches = _StepBatches(run, _choose_steps(run.steps, options), options.cache)
-    _check_logprobs(run, batches.steps, options.cache)
+    batches = _StepBatches(run, _choose_steps(run.steps, step_count, last_steps_only), cache)
+    _check_logprobs(run, batches.steps, cache)
     steps = track(batches, len(batches.steps), "replaying steps")
-    outcomes = correction_sweep.replay(steps, candidates, base, at=options.at)
+    outcomes = correction_sweep.replay(steps, candidates, base, at=at)
     reason = explain_no_recommendation(outcomes)
     best, block = (None, "") if reason else recommend(outcomes, base)
-
-    if options.output == "json":
-        front = {id(outcome) for outcome in pareto_front(outcomes)}
-        values: SweepJson = {
-            "version": JSON_VERSION,
-            "run": str(run.directory),
-            "steps": batches.steps,
-            "left_out": {str(step): count for step, count in batches.left_out.items()},
-            "damaged_files": {str(path): message for path, message in batches.damaged.items()},
-            "at": options.at,
-            "does_not_fit": incompatible,
-            "recommended": None if best is None else best.candidate.name,
-            "loss_fn": block or None,
-            "no_recommendation": reason,
-            "definitions": DEFINITIONS,
-            "tokens": _token_counts(outcomes[0]),
-            "candidates": [_outcome_json(outcome, on_front=id(outcome) in front) for outcome in outcomes],
-        }
+    front = {id(outcome) for outcome in pareto_front(outcomes)}
+    with_gradient = round(float(outcomes[0].tokens[0]))
+    values: SweepJson = {
+        "version": JSON_VERSION,
+        "run": str(run.directory),
+        "steps": batches.steps,
+        "left_out": {str(step): count for step, count in batches.left_out.items()},
+        "damaged_files": {str(path): message for path, message in batches.damaged.items()},
+        "at": at,
+        "does_not_fit": incompatible,
+        "recommended": None if best is None else best.candidate.name,
+        "loss_fn": block or None,
+        "no_recommendation": reason,
+        "definitions": DEFINITIONS,
+        "tokens": {"with_gradient": with_gradient, "trained": with_gradient + outcomes[0].silent_tokens},
+        "candidates": [_outcome_json(outcome, on_front=id(outcome) in front) for outcome in outcomes],
+    }
+    if output == "json":
         print(to_json(values))
-        return reason
-    if options.output == "tables":
-        print_tables(_tables(outcomes, best, batches))
+    elif output == "tables":
+        print_tables(sweep_tables(values, _title(values), ("→", "*")))
         if incompatible:
             print(f"\nincompatible with this loss_fn: {', '.join(incompatible)}")
         print()
-    if block:
+    if block and output != "json":
         print(block)
     return reason
 
 
 def _check_logprobs(run: RunFiles, steps: Sequence[int], cache: Path | None) -> None:
     """Raise DataError if the log-probs of the steps are wrong: what a correction does is computed from them."""
-    diagnosis = diagnose(survey_run(run, steps, cache))
-    for shown in diagnosis.shown:
+    for shown in diagnose(survey_run(run, steps, cache)).shown:
         detection = shown.ranked.detection
         is_trace = shown.cause.id == "nonfinite" and detection.value <= MAX_NONFINITE
         if shown.cause.id in _WRONG_LOGPROBS and not is_trace:
@@ -130,9 +119,8 @@ def _check_logprobs(run: RunFiles, steps: Sequence[int], cache: Path | None) -> 
             )
 
 
-def _choose_steps(steps: Sequence[int], options: SweepOptions) -> list[int]:
-    count = options.step_count
-    if options.last_steps_only or len(steps) <= count:
+def _choose_steps(steps: Sequence[int], count: int, last_steps_only: bool) -> list[int]:
+    if last_steps_only or len(steps) <= count:
         return list(steps[-count:])
     return [steps[round(index * (len(steps) - 1) / max(count - 1, 1))] for index in range(count)]
 
@@ -157,56 +145,112 @@ class _StepBatches:
             if not blocks and self.damaged:
                 self.steps.remove(step)
                 continue
-            batch, left_out = padded_batch(blocks)
+            batch, left_out = correction_sweep.padded_batch(blocks)
             if left_out:
                 self.left_out[step] = left_out
             yield step, batch
 
 
-def _tables(outcomes: Sequence[CandidateOutcome], best: CandidateOutcome | None, batches: _StepBatches) -> list[Table]:
-    front = {id(outcome) for outcome in pareto_front(outcomes)}
-    counts = _token_counts(outcomes[0])
-    has_silent = counts["with_gradient"] < counts["trained"]
-    rows: list[tuple[Any, ...]] = []
-    for outcome in outcomes:
-        mark = "→" if outcome is best else "*" if id(outcome) in front else ""
-        skipped = ", ".join(map(str, outcome.skipped))
-        measures = [outcome.value(name) for name in DEFINITIONS]
-        if has_silent:
-            measures += [outcome.value_of_all(name) for name in WITHOUT_GRADIENT]
-        rows.append((mark, outcome.candidate.name, *measures, skipped, outcome.candidate.source))
-    title = f"Steps {', '.join(map(str, batches.steps))}"
-    if batches.left_out:
-        title += f"; {sum(batches.left_out.values())} sequences left out"
-    if batches.damaged:
-        first, *_ = batches.damaged.values()
-        title += f"; {len(batches.damaged)} files left out as damaged, the first: {escape_line(first)}"
-    title += f"; *: no other has less bias and less variance, →: recommended; over {_describe_tokens(counts)}"
-    removed = [
-        (outcome.candidate.name, *(outcome.removed_share(part) for part in PARTS[1:]))
-        for outcome in outcomes
-        if outcome.value("removed") > 0
-    ]
-    of_all = tuple(f"{name}, of all" for name in WITHOUT_GRADIENT) if has_silent else ()
+def pareto_front(outcomes: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
+    """Return the outcomes that no other outcome beats: in bias or in variance, without being worse in either."""
+    points = [(outcome.value("bias"), outcome.value("variance")) for outcome in outcomes]
     return [
-        Table("candidates", title, ("", "", *DEFINITIONS, *of_all, "steps skipped", "source"), rows),
-        Table("removed", "Share removed, of tokens that are", ("", *PARTS[1:]), removed),
+        outcome
+        for outcome, (bias, variance) in zip(outcomes, points, strict=True)
+        if not math.isnan(bias)
+        and not any(b <= bias and v <= variance and (b, v) != (bias, variance) for b, v in points)
     ]
 
 
-def _token_counts(outcome: CandidateOutcome) -> TokensJson:
-    """Return the number of tokens that the measures are over, and of all trained tokens."""
-    with_gradient = round(float(outcome.tokens[0]))
-    return {"with_gradient": with_gradient, "trained": with_gradient + outcome.silent_tokens}
+def explain_no_recommendation(outcomes: Sequence[CandidateOutcome]) -> str:
+    """Return why the replayed steps do not tell which candidate is best; empty if they do.
+
+    The first outcome is that of ``NO_CORRECTION``. Raises: DataError: no token has a gradient.
+    """
+    uncorrected = outcomes[0]
+    if not uncorrected.tokens[0]:
+        if uncorrected.silent_tokens:
+            raise DataError(
+                f"all {uncorrected.silent_tokens:,} trained tokens of the replayed steps have an advantage of 0, so no "
+                "loss has a gradient; replay other steps (--steps N, or the last ones with --last)"
+            )
+        raise DataError(
+            "no token of the replayed steps is trained with finite log-probs of both engines: the masks leave out all "
+            "of them, or prev or gen is missing; replay other steps (--steps N), or see `nemo-geomask diagnose`"
+        )
+    if uncorrected.sequences < MIN_SEQUENCES:
+        return (
+            f"only {uncorrected.sequences} sequences have a token with a gradient, and the intervals need at least "
+            f"{MIN_SEQUENCES}; replay more steps (--steps N), or record more"
+        )
+    return ""
 
 
-def _describe_tokens(counts: TokensJson) -> str:
-    if counts["with_gradient"] == counts["trained"]:
-        return f"{counts['trained']:,} trained tokens"
-    return (
-        f"{counts['with_gradient']:,} of {counts['trained']:,} trained tokens, without those whose advantage is 0 and "
-        "which have no gradient; 'of all' includes them"
-    )
+def recommend(
+    outcomes: Sequence[CandidateOutcome], base: Mapping[str, Any] | None = None
+) -> tuple[CandidateOutcome, str]:
+    """Return the best outcome and the ``loss_fn`` block that sets its candidate.
+
+    The best candidate has the least bias of those that skip no step and whose variance is at most
+    :data:`MAX_VARIANCE`, judged by the upper end of its interval. If its bias is within the interval of the bias
+    without correction, which is the first outcome, that one is returned. ``base`` has the settings that all share.
+    """
+    uncorrected = outcomes[0]
+    allowed = [
+        outcome
+        for outcome in outcomes
+        if outcome.interval("variance")[1] <= MAX_VARIANCE and not outcome.skipped and outcome.candidate.settings
+    ]
+    best = min(allowed, key=lambda outcome: (outcome.value("bias"), outcome.value("variance")), default=uncorrected)
+    if best.value("bias") >= uncorrected.interval("bias")[0]:
+        best = uncorrected
+    return best, format_loss_block(best, outcomes, base or {})
+
+
+def format_loss_block(best: CandidateOutcome, outcomes: Sequence[CandidateOutcome], base: Mapping[str, Any]) -> str:
+    """Return the YAML of a ``loss_fn`` with the base's and a candidate's settings, and its measures as comments."""
+
+    def percent(outcome: CandidateOutcome, measure: str) -> str:
+        low, high = (100 * end for end in outcome.interval(measure))
+        return f"{100 * outcome.value(measure):.3g} % ({low:.3g} to {high:.3g})"
+
+    low, high = best.interval("variance")
+    lines = [
+        f"# {best.candidate.name} ({best.candidate.source}), of {len(outcomes)} candidates:",
+        f"# bias of the gradient {percent(best, 'bias')}; without correction {percent(outcomes[0], 'bias')}",
+        f"# variance {best.value('variance'):.3g} ({low:.3g} to {high:.3g}) times that without correction; "
+        f"{MAX_VARIANCE:g} times is allowed",
+        f"# removes {percent(best, 'removed')} of the tokens; shifts the mean advantage by "
+        f"{best.value('advantage'):.2g}",
+    ]
+    settings = {**base, **best.candidate.settings}
+    if not settings:
+        return "\n".join([*lines, "loss_fn: {}"])
+    settings = {"name": "clipped_pg", **settings}
+    try:
+        build_loss(settings)
+    except ConfigError:
+        # audit_fraction computes π_old for some sequences only, and the candidate needs it for all of them.
+        settings.pop("audit_fraction", None)
+    return "\n".join([*lines, "loss_fn:", *(f"  {key}: {inline_yaml(value)}" for key, value in settings.items())])
+
+
+def _title(sweep: SweepJson) -> str:
+    """Return the title of the table of candidates: its steps, what was left out, and over which tokens it is."""
+    title = f"Steps {', '.join(map(str, sweep['steps']))}"
+    if sweep["left_out"]:
+        title += f"; {sum(sweep['left_out'].values())} sequences left out"
+    if sweep["damaged_files"]:
+        first, *_ = sweep["damaged_files"].values()
+        title += f"; {len(sweep['damaged_files'])} files left out as damaged, the first: {escape_line(first)}"
+    with_gradient, trained = sweep["tokens"]["with_gradient"], sweep["tokens"]["trained"]
+    tokens = f"{trained:,} trained tokens"
+    if with_gradient < trained:
+        tokens = (
+            f"{with_gradient:,} of {tokens}, without those whose advantage is 0 and which have no gradient; 'of all' "
+            "includes them"
+        )
+    return f"{title}; *: no other has less bias and less variance, →: recommended; over {tokens}"
 
 
 def _outcome_json(outcome: CandidateOutcome, *, on_front: bool) -> CandidateJson:

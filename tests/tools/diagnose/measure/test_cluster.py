@@ -44,7 +44,7 @@ def assert_same(local, remote):
     for step, sums in local.steps.items():
         for name in ("sums", "bootstrap"):
             assert getattr(sums, name).tobytes() == getattr(remote.steps[step], name).tobytes()
-        assert sums.groups == remote.steps[step].groups
+        np.testing.assert_equal(sums.groups, remote.steps[step].groups)
     for first, window in local.windows.items():
         for name, cells in window.bin_sums.items():
             np.testing.assert_array_equal(cells, remote.windows[first].bin_sums[name])

@@ -15,18 +15,14 @@ import scipy.stats
 from nemo_geomask.errors import MissingDependencyError
 from nemo_geomask.tools.diagnose.locate.change_points import ChangePoint, change_at, find_change, step_noise
 from nemo_geomask.tools.diagnose.locate.step_patterns import EdgeRise, find_edge_rise, find_period
-from nemo_geomask.tools.diagnose.measure.bin_rates import BinRates, format_ratio_interval
 from nemo_geomask.tools.diagnose.measure.bootstrap_draws import poisson_draws
-from nemo_geomask.tools.diagnose.measure.run_statistics import BIN_PRODUCTS, BIN_SUMS, Window
 from nemo_geomask.tools.diagnose.measure.step_sums import (
     BOOTSTRAP_REPLICATES,
     BOOTSTRAP_SUMS,
-    GroupSums,
-    MaskSums,
     StepSums,
     ratio_or_nan,
 )
-from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS, HealthLimit
+from nemo_geomask.tools.diagnose.measure.thresholds import BIN_SUMS, HEALTH_LIMITS, HealthLimit, measure_bins
 
 LIMITS = {limit.name: limit for limit in HEALTH_LIMITS}
 
@@ -396,18 +392,21 @@ def test_sums_add_up():
     for number, sums in ((1.0, first), (10.0, second)):
         sums["tokens"], sums["k3"] = 2 * number, 3 * number
         sums.bootstrap += number
-        sums.maskable = MaskSums(4 * number, 5 * number)
-        sums.removed = {"veto": MaskSums(number, 2 * number)}
-        sums.groups = {7: GroupSums(number, 2 * number)}
-    second.removed["icepop"] = MaskSums(6.0, 7.0)
-    second.groups[8] = GroupSums(1.0)
+        sums.maskable = np.array([4 * number, 5 * number])
+        sums.removed = {"veto": np.array([number, 2 * number])}
+        sums.groups = {7: np.array([number, 2 * number])}
+    second.removed["icepop"] = np.array([6.0, 7.0])
+    second.groups[8] = np.array([1.0, 0.0])
     first.versions, second.versions = (3.0, 4.0), (2.0, 9.0)
     first.add(second)
     assert (first["tokens"], first["k3"]) == (22.0, 33.0)
     assert (first.bootstrap == 11.0).all()
-    assert first.maskable == (44.0, 55.0)
-    assert first.removed == {"veto": (11.0, 22.0), "icepop": (6.0, 7.0)}
-    assert first.groups == {7: (11.0, 22.0), 8: (1.0, 0.0)}
+    assert first.maskable.tolist() == [44.0, 55.0]
+    assert {label: sums.tolist() for label, sums in first.removed.items()} == {
+        "veto": [11.0, 22.0],
+        "icepop": [6.0, 7.0],
+    }
+    assert {number: sums.tolist() for number, sums in first.groups.items()} == {7: [11.0, 22.0], 8: [1.0, 0.0]}
     assert first.versions == (2.0, 9.0)
     third = StepSums(versions=(5.0, 6.0))
     third.add(StepSums(versions=(5.5, 5.5)))
@@ -422,29 +421,27 @@ def test_sums_add_up():
 
 
 def test_a_bins_rate_has_the_error_of_a_ratio_of_sums():
-    window = Window()
+    bins = np.zeros((4, len(BIN_SUMS)))
     # Three sequences in one bin: their sums of capped |Δ| and of 1 − p.
     sequences = [(0.3, 2.0), (0.5, 3.0), (0.1, 1.5)]
     sizes, expected = (sum(column) for column in zip(*sequences, strict=True))
-    window.bin_sums["position"][2, BIN_SUMS.index("capped_abs")] = sizes
-    window.bin_sums["position"][2, BIN_SUMS.index("one_minus_p")] = expected
-    products = {
+    sums = {
+        "capped_abs": sizes,
+        "one_minus_p": expected,
         "capped_abs_squared": sum(a * a for a, _ in sequences),
         "capped_abs_times_one_minus_p": sum(a * b for a, b in sequences),
         "one_minus_p_squared": sum(b * b for _, b in sequences),
     }
-    window.bin_products["position"][2] = [products[name] for name in BIN_PRODUCTS]
-    window.bin_sums["position"][3, BIN_SUMS.index("capped_abs")] = 0.5
+    bins[2] = [sums.get(name, 0.0) for name in BIN_SUMS]
+    bins[3, BIN_SUMS.index("capped_abs")] = 0.5
     with np.errstate(all="raise"):  # a bin without tokens is no reason for a warning
-        rates = BinRates(window, "position")
+        _, rate, error = measure_bins(bins)
     ratio = sizes / expected
     residuals = sum((a - ratio * b) ** 2 for a, b in sequences)
-    assert rates.rate[2] == pytest.approx(ratio)
-    assert rates.error[2] == pytest.approx(math.sqrt(residuals) / sizes)
-    assert math.isnan(rates.rate[0])
-    assert math.isinf(rates.rate[3])
-    assert format_ratio_interval(2.0, 0.1) == f"{2 * math.exp(-0.1959964):.3g} to {2 * math.exp(0.1959964):.3g}"
-    assert format_ratio_interval(math.nan, 0.1) == "–"
+    assert rate[2] == pytest.approx(ratio)
+    assert error[2] == pytest.approx(math.sqrt(residuals) / sizes)
+    assert math.isnan(rate[0])
+    assert math.isinf(rate[3])
 
 
 def splitmix(step, row, replicate, replicates):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS, DIMENSIONS_BY_NAME
-from nemo_geomask.tools.diagnose.measure.quantities import QUANTITIES
-from nemo_geomask.tools.diagnose.measure.run_statistics import BIN_SUMS, MAX_ENVIRONMENTS, RunStatistics
+from nemo_geomask.tools.diagnose.measure.run_statistics import MAX_ENVIRONMENTS, RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_survey import survey_block, trainer_column
+from nemo_geomask.tools.diagnose.measure.thresholds import BIN_SUMS, QUANTITIES
 from nemo_geomask.tools.diagnose.planted_logs import RunShape, write_step
 from nemo_geomask.tools.diagnose.read.record_reader import RecordBlock, read_blocks
 from tests.evidence.diagnose.planted_causes import planted_step
@@ -111,14 +111,15 @@ def test_two_dimensions_at_once_are_those_of_plain_loops(block):
                 sign = sum(float(block.tokens["advantages"][place]) >= edge for edge in signs)
                 expected[sum(entropy >= edge for edge in edges), sign] += 1, delta > 0
     np.testing.assert_array_equal(cells[:, [0, BIN_SUMS.index("delta_positive")]], expected.reshape(-1, 2))
-    known, turns = statistics.windows[5].bin_sums["entropy"], statistics.windows[5].bin_sums["turn"]
-    np.testing.assert_allclose(
-        cells.reshape(len(edges) + 1, -1, len(BIN_SUMS)).sum(axis=1), known, rtol=1e-9, atol=1e-12
-    )
-    by_turn = statistics.windows[5].bin_sums["turn,probability"].reshape(len(turns), -1, len(BIN_SUMS)).sum(axis=1)
-    np.testing.assert_allclose(by_turn, turns, rtol=1e-9, atol=1e-12)
-    beside = statistics.windows[5].bin_sums["turn,entropy"].reshape(len(turns), -1, len(BIN_SUMS)).sum(axis=0)
-    np.testing.assert_allclose(beside, known, rtol=1e-9, atol=1e-12)
+    sums = {name: cells[:, :-3] for name, cells in statistics.windows[5].bin_sums.items()}  # without the products
+    for pair, axis, name in (
+        ("entropy,advantage", 1, "entropy"),
+        ("turn,probability", 1, "turn"),
+        ("turn,entropy", 0, "entropy"),
+    ):
+        grid = sums[pair].reshape(len(sums[pair.split(",")[0]]), -1, sums[pair].shape[1])
+        np.testing.assert_allclose(grid.sum(axis=axis), sums[name], rtol=1e-9, atol=1e-12)
+    known = sums["entropy"]
     assert statistics.steps[5]["tokens_with_entropy"] == known[:, 0].sum()
     parts = RunStatistics()
     for first, last in ((7, 12), (0, 7)):
@@ -150,11 +151,11 @@ def sums_by_environment(blocks):
     return expected
 
 
+ENVIRONMENT_COLUMNS = [BIN_SUMS.index(name) for name in ("tokens", "k3", "capped_abs", "capped_abs_squared")]
+
+
 def measured_by_environment(window):
-    columns = [BIN_SUMS.index(name) for name in ("tokens", "k3", "capped_abs")]
-    return {
-        name: [*sums[columns], window.environment_products[name][0]] for name, sums in window.environment_sums.items()
-    }
+    return {name: sums[ENVIRONMENT_COLUMNS] for name, sums in window.environment_sums.items()}
 
 
 def test_sums_by_environment_are_those_of_plain_loops(block):
@@ -180,7 +181,7 @@ def test_files_with_different_environments_add_up(block):
     assert window.environments == expected.keys() == {"math", "code", "swe"}
     for name, sums in measured_by_environment(window).items():
         np.testing.assert_allclose(sums, expected[name], rtol=1e-10)
-    bins = window.by_environment(["code", "math", "not there"]).bin_sums["environment"]
+    bins = window.by_environment(["code", "math", "not there"])
     assert bins[:, 0].tolist() == [expected["code"][0], expected["math"][0], 0, expected["swe"][0]]
 
 
@@ -201,12 +202,8 @@ def test_beyond_fifty_environments_the_first_by_name_stay_exact_in_any_order(see
     first_names = sorted(expected)[:MAX_ENVIRONMENTS]
     assert len(expected) > 2 * MAX_ENVIRONMENTS
     assert window.environments == set(first_names)
-    bins = window.by_environment(first_names)
     others = sum(sums for name, sums in expected.items() if name not in first_names)
-    columns = [BIN_SUMS.index(name) for name in ("tokens", "k3", "capped_abs")]
-    measured = np.concatenate(
-        [bins.bin_sums["environment"][:, columns], bins.bin_products["environment"][:, :1]], axis=1
-    )
+    measured = window.by_environment(first_names)[:, ENVIRONMENT_COLUMNS]
     np.testing.assert_allclose(measured, [*(expected[name] for name in first_names), others], rtol=1e-9)
 
 
@@ -235,9 +232,6 @@ def test_parts_add_up_to_the_whole_in_any_order(block):
             assert merged.steps[5].removed[label] == pytest.approx(sums, rel=1e-12), label
         for name, cells in whole.windows[5].bin_sums.items():
             np.testing.assert_allclose(merged.windows[5].bin_sums[name], cells, rtol=1e-9, atol=1e-12)
-            np.testing.assert_allclose(
-                merged.windows[5].bin_products[name], whole.windows[5].bin_products[name], rtol=1e-9
-            )
         assert merged.worst_tokens == whole.worst_tokens
         assert merged.worst_sequences == whole.worst_sequences
 

@@ -14,7 +14,7 @@ from nemo_geomask.losses.prestep import valid_counts
 from nemo_geomask.tools.diagnose.planted_logs import RunShape
 from nemo_geomask.tools.diagnose.report.correction_sweep import padded_batch, replay, select_compatible
 from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES, GRID, Candidate, split_recipe_loss
-from nemo_geomask.tools.diagnose.report.sweep_recommendation import (
+from nemo_geomask.tools.diagnose.report.sweep_command import (
     explain_no_recommendation,
     format_loss_block,
     pareto_front,
