@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
         png=arguments.png,
         sweeps=arguments.sweep,
         cache=arguments.cache,
-        splits=arguments.by,
+        by=arguments.by,
         against=arguments.against,
         ray_address=arguments.ray,
         has_experts={"yes": True, "no": False, None: None}[arguments.experts],

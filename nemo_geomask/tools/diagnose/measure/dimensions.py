@@ -17,14 +17,10 @@ SURPRISE_EDGES = np.array([1e-3, 1e-2, 0.1, 0.35, 0.7, 1.2, 2.0, 3.0, 4.6, 6.9])
 
 @dataclass(frozen=True)
 class Dimension:
-    """A property of a token, or of its sequence, that the mismatch may depend on.
+    """A property of a token, or of its sequence, that the mismatch may depend on, by its name for ``--by``.
 
-    Attributes:
-        name: the name in tables and for ``--by``.
-        edges: bin i holds the values from edges[i-1] up to but excluding edges[i].
-        unit: unit of the values.
-        is_count: True if the values are integers.
-        requirement: data that it needs besides log-probs; empty if it needs none.
+    Bin i holds the values from edges[i-1] up to but excluding edges[i]; counts are integers. ``requirement`` are the
+    data that it needs besides log-probs.
     """
 
     name: str

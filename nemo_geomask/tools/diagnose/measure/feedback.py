@@ -38,13 +38,7 @@ SERIES: dict[str, Callable[[StepSums], float]] = {
 
 
 class LaggedCorrelation(NamedTuple):
-    """Correlation of one series with the next step of another.
-
-    Attributes:
-        leader, follower: names of the series.
-        correlation: partial rank correlation of the leader with the follower one step later.
-        score: the correlation in standard errors.
-    """
+    """Partial rank correlation of a leading series with another one a step later, and that in standard errors."""
 
     leader: str
     follower: str
@@ -80,12 +74,7 @@ def mismatch_feedback(statistics: RunStatistics) -> list[LaggedCorrelation]:
 
 
 def measure_lagged_correlation(leader: str, follower: str, leading: Array, following: Array) -> LaggedCorrelation:
-    """Measure how well one series predicts the next step of another, by their partial rank correlation.
-
-    Args:
-        leader, follower: names of the series.
-        leading, following: [steps], their finite values.
-    """
+    """Measure how well one series of finite values predicts the next step of another."""
     time = np.linspace(-1, 1, len(leading) - 1)
     previous, current = _ranks(following[:-1]), _ranks(following[1:])
     controls = np.stack([np.ones_like(time), time, time * time, previous], axis=1)

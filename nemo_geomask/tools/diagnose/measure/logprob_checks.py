@@ -26,32 +26,19 @@ MIN_FITTING_SHARE = 0.8
 
 
 class LogprobFaults(NamedTuple):
-    """Trained tokens of a block with faulty log-probs.
+    """Trained tokens [N] and sequences [S] of a block with faulty log-probs, as bools."""
 
-    Attributes:
-        comparable: bool [N], trained tokens of the sequences for which both engines computed log-probs.
-        zero: bool [N], comparable tokens with a log-prob of exactly 0 from one engine where the other is unsure.
-        positive: bool [N], comparable tokens with a log-prob above 0.
-        shifted: bool [S], sequences whose log-probs belong to a neighbouring token.
-        missing: bool [S], sequences for which the generation engine returned only zeros.
-    """
-
-    comparable: Array
-    zero: Array
-    positive: Array
-    shifted: Array
-    missing: Array
+    comparable: Array  # [N], trained tokens of the sequences for which both engines computed log-probs
+    zero: Array  # [N], comparable tokens with a log-prob of exactly 0 from one engine where the other is unsure
+    positive: Array  # [N], comparable tokens with a log-prob above 0
+    shifted: Array  # [S], sequences whose log-probs belong to a neighbouring token
+    missing: Array  # [S], sequences for which the generation engine returned only zeros
 
 
 def find_faults(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence: Array, count: int) -> LogprobFaults:
-    """Return the faulty tokens and sequences, and write their counts into ``sums``.
+    """Return the faulty tokens and sequences, and write their counts, named in ``CHECK_SUMS``, into ``sums``.
 
-    Args:
-        sums: receives the counts named in ``CHECK_SUMS``.
-        mask: bool [N], trained tokens.
-        gen, prev: [N], log-probs of the two engines.
-        sequence: [N], the sequence of each token.
-        count: number of sequences.
+    The arrays are [N]: the trained tokens, the log-probs of the two engines, and the sequence of each token.
     """
     trained_tokens = _count_per_sequence(mask, sequence, count)
     has_trained = trained_tokens > 0
@@ -112,9 +99,8 @@ def _lacks_logprobs(logprobs: Array, reference: Array, mask: Array, sequence: Ar
 def _find_shifts(comparable: Array, gen: Array, prev: Array, sequence: Array, count: int) -> tuple[Array, Array, Array]:
     """Compare each log-prob of one engine with the other engine's log-probs of the same and the neighbouring tokens.
 
-    Returns:
-        Three bool arrays [S]: sequences with enough pairs of successive tokens to be checked; sequences in which prev
-        of token t fits gen of token t + 1; sequences in which prev of token t + 1 fits gen of token t.
+    Returns bools [S]: sequences with enough pairs of successive tokens to be checked; those in which prev of token t
+    fits gen of token t + 1; and those in which prev of token t + 1 fits gen of token t.
     """
     is_pair = comparable[1:] & comparable[:-1] & (sequence[1:] == sequence[:-1])
     owner = sequence[:-1][is_pair]

@@ -14,6 +14,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS
 
 LABEL = "<label>"
@@ -22,21 +23,7 @@ LABEL = "<label>"
 
 @dataclass(frozen=True)
 class MetricEntry:
-    """Entry of the guide for one metric, or for several that belong together; see ``metrics.toml``.
-
-    Attributes:
-        names: names under which the metrics are reported; ``<label>`` stands for a mask's label.
-        averaging: the elements that a metric is averaged over; or "count", "largest", "smallest, largest", "step" or
-            "batch".
-        formula, unit: the definition.
-        peers: names of the same quantity in other libraries.
-        healthy: range of healthy values.
-        action: what to do outside of that range.
-        alerts: the names that have a limit.
-        above, below: limits beyond which an alert is due.
-        broken: second limit, beyond which a run is broken; None if there is none.
-        limit_source: source of the limits, or the reason for them.
-    """
+    """Entry of the guide for one metric, or for several that belong together; ``metrics.toml`` describes the fields."""
 
     names: tuple[str, ...]
     averaging: str
@@ -74,12 +61,12 @@ def metric_families() -> tuple[Family, ...]:
     """Return all sections of the guide."""
     text = files("nemo_geomask.tools.diagnose.measure").joinpath("metrics.toml").read_text(encoding="utf-8")
     return tuple(
-        Family(family["name"], family["about"], tuple(_read_entry(entry) for entry in family["metric"]))
+        Family(family["name"], family["about"], tuple(read_entry(entry) for entry in family["metric"]))
         for family in tomllib.loads(text)["family"]
     )
 
 
-def _read_entry(table: Mapping[str, Any]) -> MetricEntry:
+def read_entry(table: Mapping[str, Any]) -> MetricEntry:
     """Build an entry from its TOML table; ``limit`` names one of ``HEALTH_LIMITS``, to which ``plus`` is added."""
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
     limit_name = fields.pop("limit", None)
@@ -91,16 +78,17 @@ def _read_entry(table: Mapping[str, Any]) -> MetricEntry:
         fields["limit_source"] = limit.source
     if {"above", "below"} & fields.keys():
         fields.setdefault("alerts", fields["names"][:1])
-    return MetricEntry(**fields)
+    try:
+        return MetricEntry(**fields)
+    except TypeError as error:  # "MetricEntry.__init__() missing 1 required positional argument: 'peers'"
+        problem = str(error).removeprefix("MetricEntry.__init__() ").replace("positional argument", "field")
+        raise ConfigError(
+            f"metrics.toml: the entry of {', '.join(fields.get('names', ('no name',)))}: {problem}"
+        ) from None
 
 
 def alerts(labels: Iterable[str] = (), prefix: str = "train/") -> list[Alert]:
-    """Return the limits of all metrics.
-
-    Args:
-        labels: labels of the recipe's masks; a metric of masks has an alert for each label.
-        prefix: prefix of metric names in the log, ``train/`` in NeMo-RL's.
-    """
+    """Return the limits of all metrics; one of masks has an alert for each label of the recipe's masks."""
     labels = list(labels)
     limits = []
     for entry in (entry for family in metric_families() for entry in family.entries):

@@ -24,13 +24,10 @@ def connect_ray(address: str) -> RecordMapper:
 
     Every node must have the files under the same paths, NumPy and pyarrow. Ray copies this package to the nodes.
 
-    Args:
-        address: address for ``ray.init``: ``auto``, ``host:port`` or ``ray://…``; ``local`` starts a cluster on this
-            machine. It is ignored if Ray is initialised already.
+    The address is one for ``ray.init``: ``auto``, ``host:port`` or ``ray://…``; ``local`` starts a cluster on this
+    machine. It is ignored if Ray is initialised already.
 
-    Raises:
-        MissingDependencyError: Ray Data is missing.
-        ConfigError: no cluster answers at the address.
+    Raises: MissingDependencyError: Ray Data is missing. ConfigError: no cluster answers at the address.
     """
     try:
         import ray

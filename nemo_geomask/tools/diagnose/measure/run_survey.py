@@ -18,8 +18,6 @@ from nemo_geomask.tools.diagnose.read.record_reader import RecordBlock, read_blo
 from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, Tolerant, apply_to_record, map_records
 from nemo_geomask.tools.shared.progress_bar import track
 
-__all__ = ["read_step", "survey_file", "survey_run"]
-
 DimensionPairs = Sequence[tuple[str, str]]
 """Names of two dimensions each, by which tokens are split together."""
 RecordMapper = Callable[[Callable[[Path], Any], Sequence[Path], Path | None], Iterator[Any]]
@@ -27,13 +25,7 @@ RecordMapper = Callable[[Callable[[Path], Any], Sequence[Path], Path | None], It
 
 
 def survey_file(path: Path, dimension_pairs: DimensionPairs = (), limits: InputLimits | None = None) -> RunStatistics:
-    """Return the statistics of one record.
-
-    Args:
-        path: the record.
-        dimension_pairs: as for :func:`survey_run`.
-        limits: as for :func:`~nemo_geomask.tools.diagnose.read.record_reader.read_blocks`.
-    """
+    """Return the statistics of one record."""
     metadata = read_metadata(path)
     without_checksum = int(CHECKSUM_KEY.encode() not in metadata)
     statistics = RunStatistics(files=1, without_checksum=without_checksum, experts=_read_experts(metadata))
@@ -68,9 +60,7 @@ def survey_run(
         steps: numbers of the steps; None: all steps.
         cache: folder for records converted from logs; None: next to the logs.
         dimension_pairs: pairs of dimensions by which tokens are split together.
-        mapper: function that calls a function on each file, in the order of the paths:
-            ``record_sources.map_records`` on all cores of this machine, or the result of ``ray_survey.connect_ray`` on
-            all cores of a cluster.
+        mapper: ``map_records``, or the result of ``ray_survey.connect_ray``, which reads on all cores of a cluster.
     """
     run.check(steps)
     statistics = RunStatistics(superseded=set(run.superseded))
@@ -92,25 +82,15 @@ def survey_run(
 def read_step(
     run: RunFiles, step: int, cache: Path | None = None, left_out: dict[Path, str] | None = None
 ) -> Iterator[RecordBlock]:
-    """Yield the sequences of one step.
+    """Yield the sequences of one step; ``left_out`` gets the damaged files that the run skips, with their errors."""
 
-    Args:
-        run: the run; if it skips damaged files, a file is read as a whole before its sequences are yielded.
-        step: the step's number.
-        cache: as for :func:`survey_run`.
-        left_out: gets the damaged files that are left out, with the error of each.
-    """
+    def leave_out(path: Path, error: Exception) -> Sequence[RecordBlock]:
+        if left_out is not None:
+            left_out[path] = str(error)
+        return ()
+
     run.check([step])
-    leave_out = partial(_note_left_out, {} if left_out is None else left_out)
-    read = Tolerant(_read_whole, leave_out) if run.skips_damaged else read_blocks
+    # A file that may be left out is read as a whole before its sequences are yielded.
+    read = Tolerant(lambda path: list(read_blocks(path)), leave_out) if run.skips_damaged else read_blocks
     for path in run.paths([step]):
         yield from apply_to_record(read, path, cache)
-
-
-def _note_left_out(left_out: dict[Path, str], path: Path, error: Exception) -> Sequence[RecordBlock]:
-    left_out[path] = str(error)
-    return ()
-
-
-def _read_whole(path: Path) -> list[RecordBlock]:
-    return list(read_blocks(path))

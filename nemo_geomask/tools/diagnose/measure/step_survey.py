@@ -36,9 +36,7 @@ CONTEXT_TOKENS = 8
 def survey_block(block: RecordBlock, dimension_pairs: Sequence[tuple[str, str]] = ()) -> RunStatistics:
     """Compute the statistics of one block, whose sequences all belong to the same step.
 
-    Args:
-        block: the records.
-        dimension_pairs: pairs of dimensions to split tokens by together, in addition to every single dimension.
+    Tokens are split by every dimension, and by pairs of dimensions together.
     """
     statistics = RunStatistics()
     if not len(block):
@@ -122,11 +120,7 @@ def _sum_tokens_and_sequences(sums: StepSums, trained: TrainedTokens) -> None:
 def _sum_faults(trained: TrainedTokens, faults: LogprobFaults, prev: Array, sequence: Array) -> dict[str, Array]:
     """Return [S] for each of ``FAULT_SUMS``, the sums over each sequence's tokens.
 
-    Args:
-        trained: the trained tokens with finite log-probs of both engines.
-        faults: the faults of the block.
-        prev: [N], log-probs of the training engine at trained tokens, NaN elsewhere.
-        sequence: [N], the sequence of each token.
+    ``prev`` and ``sequence`` are of all tokens of the block; ``prev`` is NaN where they are not trained.
     """
     shifted = faults.shifted[trained.sequence]
     positive = faults.positive[trained.index] & ~shifted

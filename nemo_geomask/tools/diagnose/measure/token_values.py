@@ -23,11 +23,9 @@ class TrainedTokens:
     """The M tokens of one block that enter the loss and have finite log-probs of both engines.
 
     Attributes:
-        block: the records.
         index: [M], index of each token among the block's tokens.
         sequence: [M], index of each token's sequence in the block.
         values: [M] each; the names are defined in :mod:`nemo_geomask.tools.diagnose.measure.step_sums`.
-        gen, prev: [M], log-probs.
         advantages: [M], or None if they were not recorded.
     """
 

@@ -29,14 +29,9 @@ def open_log(path: Path) -> BinaryIO:
 def read_json_lines(path: Path, limits: InputLimits | None = None) -> Iterator[tuple[int, Any]]:
     """Yield the number of each line, counted from 1, and its value; an incomplete last line is left out.
 
-    Args:
-        path: the file.
-        limits: those in effect if None. A line is held to ``line_bytes`` and ``line_containers``, and its values to
-            ``nesting`` and ``string_characters``.
+    A line is held to ``line_bytes`` and ``line_containers``, and its values to ``nesting`` and ``string_characters``.
 
-    Raises:
-        InputLimitError: it is no regular file, or a line exceeds a limit.
-        DataError: the file can't be read, or a line is not JSON.
+    Raises: InputLimitError: a line exceeds a limit. DataError: the file can't be read, or a line is not JSON.
     """
     limits = limits or current_limits()
     parse = _line_parser()
@@ -73,13 +68,7 @@ def _line_parser() -> Callable[[bytes], Any]:
 def parse_json(
     text: bytes, source: str, limits: InputLimits | None = None, parse: Callable[[bytes], Any] = json.loads
 ) -> Any:
-    """Return the value of JSON text, held to the limits.
-
-    Args:
-        text: the JSON text.
-        source: name of the file, and the line if there are several.
-        limits: those in effect if None.
-        parse: the parser.
+    """Return the value of JSON text, held to the limits; ``source`` names the file, and the line, in errors.
 
     Raises: InputLimitError: a limit is exceeded. DataError: it is not JSON.
     """
@@ -99,9 +88,7 @@ def parse_json(
     except ValueError as error:
         raise DataError(f"{source}: not JSON: {str(error)[:_MAX_EXCERPT]}") from None
     is_flat = brackets <= limits.nesting
-    if (
-        not is_flat or len(text) > limits.string_characters
-    ):  # otherwise the text has room for no such container or string
+    if not is_flat or len(text) > limits.string_characters:  # otherwise it has room for no such container or string
         _check_containers(value, source, limits, is_flat=is_flat)
     return value
 
@@ -109,12 +96,8 @@ def parse_json(
 def _check_containers(value: Any, source: str, limits: InputLimits, *, is_flat: bool) -> None:
     """Raise InputLimitError if lists and objects are nested too deeply, or a string in them is too long.
 
-    Args:
-        value: parsed JSON.
-        source: name of the file and the line.
-        limits: the limits.
-        is_flat: True if there are too few containers for the limit of nesting. Lists that begin with a number, which
-            may hold millions of them, are then not searched.
+    If there are too few containers for the limit of nesting, lists that begin with a number, which may hold millions of
+    them, are not searched.
     """
     pending = [(value, 1)]
     while pending:

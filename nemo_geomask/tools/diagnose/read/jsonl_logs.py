@@ -72,15 +72,10 @@ def source_fingerprint(path: Path) -> str:
 def convert_log(path: Path, directory: Path, *, row_group: int = 2**20) -> Path:
     """Write a log's sequences as a record, unless an up-to-date record exists, and return the record's path.
 
-    Args:
-        path: the log.
-        directory: folder of the record.
-        row_group: number of tokens in a row group; the conversion, and a reader, hold one row group in memory.
+    The conversion, and a reader, hold one row group in memory, of ``row_group`` tokens.
 
-    Raises:
-        InputLimitError: the log is no regular file, or a line exceeds a limit.
-        DataError: the log can't be read, or a line is not one that NeMo-RL writes; an incomplete last line is ignored.
-        OSError: the record can't be written.
+    Raises: InputLimitError: a line exceeds a limit. DataError: the log can't be read, or a line is not one that NeMo-RL
+    writes; an incomplete last line is ignored. OSError: the record can't be written.
     """
     arrow = require_arrow()
     open_log(path).close()  # fails here rather than as an error of the record

@@ -35,9 +35,8 @@ _Entries = list[tuple[int, str, float]]
 def read_logged(folder: Path) -> MetricSeries:
     """Return all metrics that the run in a folder logged; empty if there are none.
 
-    Raises:
-        DataError: a file is damaged, or there are event files of several runs.
-        MissingDependencyError: there are event files, but ``tensorboard`` is not installed.
+    Raises: DataError: a file is damaged, or there are event files of several runs. MissingDependencyError: there are
+    event files, but ``tensorboard`` is not installed.
     """
     jsonl = folder / "metrics.jsonl"
     lab_table = folder.parent / "steps" / f"{folder.name}.parquet"

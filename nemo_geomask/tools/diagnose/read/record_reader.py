@@ -53,14 +53,8 @@ class RecordBlock:
 def read_blocks(path: Path, limits: InputLimits | None = None) -> Iterator[RecordBlock]:
     """Yield the sequences of one file, a row group at a time, each checked before it is yielded.
 
-    Args:
-        path: the file.
-        limits: limits of what is read; those in effect if None.
-
-    Raises:
-        DataError: the file is not a record, is damaged, or is of another version of the schema.
-        InputLimitError: it exceeds a limit.
-        MissingDependencyError: pyarrow is missing.
+    Raises: DataError: it is not a record, damaged, or of another version of the schema. InputLimitError: it exceeds a
+    limit. MissingDependencyError: pyarrow is missing.
     """
     with open_record(path, limits) as file:
         trainer = _trainer_column(file)

@@ -87,12 +87,7 @@ def find_runs(directories: Sequence[Path], *, skip_damaged: bool = False) -> lis
     Records in a folder directly below a folder of logs belong to the run of the logs. Records that were converted from
     logs are a run only if no other files are found.
 
-    Args:
-        directories: the folders.
-        skip_damaged: value of :attr:`RunFiles.skips_damaged`.
-
-    Raises:
-        DataError: one of the directories does not exist, or no run is in or below it.
+    Raises: DataError: one of the directories does not exist, or no run is in or below it.
     """
     all_runs = []
     for top in directories:
@@ -112,11 +107,9 @@ def find_runs(directories: Sequence[Path], *, skip_damaged: bool = False) -> lis
 
 
 def find_run(directory: Path, *, skip_damaged: bool = False) -> RunFiles:
-    """Return the only run in a folder; ``skip_damaged`` as for :func:`find_runs`.
+    """Return the only run in a folder.
 
-    Raises:
-        ConfigError: the folder holds several runs.
-        DataError: it does not exist, or holds no run.
+    Raises: ConfigError: the folder holds several runs. DataError: it does not exist, or holds no run.
     """
     runs = find_runs([directory], skip_damaged=skip_damaged)
     if len(runs) > 1:
@@ -222,11 +215,8 @@ def map_records(
 ) -> Iterator[Any]:
     """Yield ``function(record)`` for each file, in the order of the paths, computed on all cores.
 
-    Args:
-        function: picklable; takes the path of a Parquet record.
-        paths: records, or NeMo-RL's logs, which are converted to records first.
-        cache: folder for records converted from logs; None: next to the logs.
-        processes: number of processes; None: one for each core, or only this process if the files are small.
+    NeMo-RL's logs are converted to records first, in the folder ``cache`` or next to them. ``function`` is picklable.
+    Small files are read by this process alone, unless ``processes`` is set.
     """
     count = min(len(paths), processes or len(os.sched_getaffinity(0)))
     size = sum(_bytes_to_survey(path, cache) for path in paths)
@@ -256,12 +246,7 @@ def _apply_with_limits(limits: InputLimits, function: Callable[[Path], Any], cac
 
 @dataclass(frozen=True)
 class Tolerant:
-    """Function of a record that has a value for a damaged one, too.
-
-    Attributes:
-        function: called with the path of the record.
-        of_damage: called with the path and the error if the file can't be read.
-    """
+    """Function of a record's path that has a value for a damaged one, too: ``of_damage`` of the path and the error."""
 
     function: Callable[[Path], Any]
     of_damage: Callable[[Path, Exception], Any]

@@ -1,9 +1,12 @@
-"""The ``diagnose`` command from its options to the verdicts: find runs, survey their records, judge, and render."""
+"""The ``diagnose`` command from its options to its output: find runs, survey their records, judge, print and write."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from nemo_geomask.errors import ConfigError, DataError
@@ -13,37 +16,22 @@ from nemo_geomask.tools.diagnose.measure.ray_survey import connect_ray
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.run_survey import survey_run
 from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, find_run, map_records
-from nemo_geomask.tools.diagnose.report.report_tables import STEP, Decode, diagnosis_tables
+from nemo_geomask.tools.diagnose.report.figure_data import diagnosis_figures
+from nemo_geomask.tools.diagnose.report.figure_rendering import write_pngs
+from nemo_geomask.tools.diagnose.report.html_report import short_names, write_report
+from nemo_geomask.tools.diagnose.report.json_formats import DiagnoseOutput, LogVerdictJson
+from nemo_geomask.tools.diagnose.report.json_report import diagnosis_json
+from nemo_geomask.tools.diagnose.report.report_tables import STEP, Decode, diagnosis_tables, print_tables
 from nemo_geomask.tools.diagnose.report.run_verdicts import OverallHealth, RunVerdicts, find_recorded_runs, judge_runs
-from nemo_geomask.tools.diagnose.report.run_watch import watch_runs
+from nemo_geomask.tools.diagnose.report.run_watch import RunWatcher
 from nemo_geomask.tools.diagnose.report.sweep_section import read_sweep
-from nemo_geomask.tools.diagnose.report.verdict_output import OutputOptions, print_verdicts, write_files
-
-__all__ = ["DiagnoseOptions", "run_diagnose"]
+from nemo_geomask.tools.shared.json_output import JSON_VERSION, to_json
+from nemo_geomask.tools.shared.terminal_text import escape_line
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnoseOptions:
-    """Options of ``nemo-geomask diagnose``.
-
-    Attributes:
-        directories: folders to search; each folder at or below them that holds records or logs is a run.
-        as_json: print JSON.
-        has_tables: print all tables below the verdicts; with ``splits``, their tables are printed in any case.
-        is_brief: print the verdicts alone, even with ``splits``.
-        watch_seconds: seconds between two judgements, which are repeated until Ctrl-C; None: judge once.
-        tokenizer: name or folder of a Hugging Face tokenizer that decodes tokens; None: ids are shown.
-        html: file of the report; None: no report.
-        png: folder of the plots; None: no plots.
-        sweeps: files of ``nemo-geomask sweep --json`` that the report shows.
-        cache: folder for records converted from logs; None: next to the logs.
-        splits: tables to show: each is a dimension, two dimensions joined by a comma, ``environment`` or ``step``;
-            None: all tables.
-        against: folder of a run to compare with, over the steps that both runs have.
-        ray_address: address of the Ray cluster that reads the records; None: this machine reads them.
-        has_experts: whether the model has experts; None: as the records say.
-        skip_damaged: leave damaged files out and judge the others; else they are an error.
-    """
+    """Options of ``nemo-geomask diagnose``, as its help describes them."""
 
     directories: Sequence[Path]
     as_json: bool = False
@@ -55,11 +43,26 @@ class DiagnoseOptions:
     png: Path | None = None
     sweeps: Sequence[Path] = ()
     cache: Path | None = None
-    splits: Sequence[str] | None = None
+    by: Sequence[str] | None = None
     against: Path | None = None
     ray_address: str | None = None
     has_experts: bool | None = None
     skip_damaged: bool = False
+
+    @cached_property
+    def splits(self) -> list[tuple[str, ...]] | None:
+        """Dimensions, or pairs of them, of each table that is asked for; None: all tables."""
+        return None if self.by is None else [_parse_split(text) for text in self.by]
+
+    @property
+    def dimension_pairs(self) -> list[tuple[str, str]]:
+        """Pairs of dimensions among the splits, by which the survey has to split tokens together."""
+        return [(names[0], names[1]) for names in self.splits or () if len(names) == 2]
+
+    @cached_property
+    def decode(self) -> Decode | None:
+        """Function that decodes token ids; None: ids are shown."""
+        return None if self.tokenizer is None else _load_decoder(self.tokenizer)
 
 
 def run_diagnose(options: DiagnoseOptions) -> OverallHealth:
@@ -73,36 +76,50 @@ def run_diagnose(options: DiagnoseOptions) -> OverallHealth:
     if options.sweeps and options.html is None:
         raise ConfigError("--sweep adds a sweep to the HTML report; name the report's file by --html FILE")
     for path in options.sweeps:
-        read_sweep(path)  # fails here rather than after a long survey
-    output = OutputOptions(
-        as_json=options.as_json,
-        has_tables=not options.is_brief and (options.has_tables or options.splits is not None),
-        splits=None if options.splits is None else [_parse_split(text) for text in options.splits],
-        decode=None if options.tokenizer is None else _load_decoder(options.tokenizer),
-        html=options.html,
-        png=options.png,
-        sweeps=options.sweeps,
-        cache=options.cache,
-    )
+        read_sweep(path)  # fails here rather than after a long survey, as do the next two
+    splits, _ = options.splits, options.decode
     if options.watch_seconds is not None:
-        incompatible = {"--by": options.splits, "--against": options.against, "--ray": options.ray_address}
+        incompatible = {"--by": options.by, "--against": options.against, "--ray": options.ray_address}
         if names := [name for name, value in incompatible.items() if value is not None]:
             raise ConfigError(f"--watch can't be combined with {', '.join(names)}; leave out --watch or the others")
-        return watch_runs(options.directories, options.watch_seconds, output, skip_damaged=options.skip_damaged)
-
-    verdicts = _find_and_judge(options, output.dimension_pairs)
-    for split in output.splits or ():
-        _check_has_rows(verdicts, split)
-    print_verdicts(verdicts, output)
-    write_files(verdicts, output)
+        return _watch(options, options.watch_seconds)
+    verdicts = _find_and_judge(options)
+    for split in splits or ():
+        # If only some runs lack the data of a split, their output says so.
+        tables = [table for run in verdicts.judged for table in diagnosis_tables(run.diagnosis, splits=[split])]
+        if tables and not any(table.rows for table in tables):
+            raise DataError(tables[0].title)
+    _print_verdicts(verdicts, options)
+    _write_files(verdicts, options)
     return verdicts.worst_health
 
 
-def _find_and_judge(options: DiagnoseOptions, dimension_pairs: Sequence[tuple[str, str]]) -> RunVerdicts:
+def _watch(options: DiagnoseOptions, seconds: float) -> OverallHealth:
+    """Judge the runs every ``seconds`` until Ctrl-C; print verdicts that changed, and rewrite files after new steps.
+
+    Returns the worst health at the end; ``healthy`` if nothing had been judged by then.
+    """
+    watcher = RunWatcher(options.directories, options.cache, options.skip_damaged)
+    health: OverallHealth = "healthy"
+    try:
+        while True:
+            poll = watcher.poll()
+            if poll.changed.healths:
+                _print_verdicts(poll.changed, options)
+            if poll.has_new_steps and poll.verdicts.judged:
+                _write_files(poll.verdicts, options)
+            if poll.verdicts.healths:
+                health = poll.verdicts.worst_health
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        return health
+
+
+def _find_and_judge(options: DiagnoseOptions) -> RunVerdicts:
     mapper = map_records if options.ray_address is None else connect_ray(options.ray_address)
 
     def survey(run: RunFiles, steps: Sequence[int] | None = None) -> RunStatistics:
-        statistics = survey_run(run, steps, options.cache, dimension_pairs=dimension_pairs, mapper=mapper)
+        statistics = survey_run(run, steps, options.cache, dimension_pairs=options.dimension_pairs, mapper=mapper)
         if not statistics.steps:
             raise DataError(f"{run.directory}: the records hold no sequence")
         if options.has_experts is not None:
@@ -166,8 +183,61 @@ def _shared_steps(run: RunFiles, reference: RunFiles) -> list[int]:
     return steps
 
 
-def _check_has_rows(verdicts: RunVerdicts, split: tuple[str, ...]) -> None:
-    """Raise DataError if no run has the data of a split; if only some runs lack them, their output says so."""
-    tables = [table for run in verdicts.judged for table in diagnosis_tables(run.diagnosis, splits=[split])]
-    if tables and not any(table.rows for table in tables):
-        raise DataError(tables[0].title)
+def _print_verdicts(verdicts: RunVerdicts, options: DiagnoseOptions) -> None:
+    """Print a verdict for each run and folder, followed by the runs' tables if they are requested."""
+    if options.as_json:
+        values: DiagnoseOutput = [
+            diagnosis_json(run.diagnosis, str(run.files.directory), options.decode, options.splits)
+            for run in verdicts.judged
+        ]
+        values += [
+            LogVerdictJson(
+                version=JSON_VERSION, run=str(folder), health=verdict.health, verdict=verdict.sentence(folder)
+            )
+            for folder, verdict in verdicts.fallbacks.items()
+        ]
+        print(to_json(values))
+        return
+    for run in verdicts.judged:
+        print(f"{run.files.directory}: {run.diagnosis.sentence}")
+        for line in run.diagnosis.shown[0].advice if run.diagnosis.shown else ():
+            print(f"  {line}")
+        for note in run.diagnosis.evidence.statistics.file_notes:
+            print(f"  files: {escape_line(note)}")
+    for folder, verdict in verdicts.fallbacks.items():
+        print(f"{folder}: {verdict.sentence(folder)}")
+    if options.is_brief or not (options.has_tables or options.splits is not None):
+        return
+    for run in verdicts.judged:
+        if len(verdicts.judged) > 1:
+            print(f"\n{run.files.directory}")
+        print_tables(diagnosis_tables(run.diagnosis, options.decode, options.splits))
+
+
+def _write_files(verdicts: RunVerdicts, options: DiagnoseOptions) -> None:
+    """Write the report and the PNGs that the options request, and print their paths to standard error.
+
+    Raises:
+        DataError: no run has records to show, or a file cannot be written.
+        MissingDependencyError: plotly, Jinja or matplotlib is missing.
+    """
+    if not verdicts.judged and (options.html is not None or options.png is not None):
+        raise DataError("--html and --png show records, and none of these folders has any")
+    if options.html is not None:
+        write_report(
+            options.html,
+            verdicts.judged,
+            fallbacks={
+                str(folder): (verdict.health, verdict.sentence(folder))
+                for folder, verdict in verdicts.fallbacks.items()
+            },
+            sweeps=[read_sweep(path) for path in options.sweeps],
+            decode=options.decode,
+            dimension_pairs=options.dimension_pairs,
+            cache=options.cache,
+        )
+        print(f"report: {options.html}", file=sys.stderr)
+    if options.png is not None:
+        names = short_names([run.files.directory for run in verdicts.judged])
+        paths = write_pngs(diagnosis_figures([run.diagnosis for run in verdicts.judged]), names, options.png)
+        print(f"{len(paths)} plots: {options.png}", file=sys.stderr)

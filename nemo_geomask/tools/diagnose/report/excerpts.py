@@ -21,28 +21,16 @@ MISMATCH_GRADES = (0.01, 0.1, 0.5, 1.0)
 
 
 class MarkedToken(NamedTuple):
-    """One token of an excerpt.
-
-    Attributes:
-        text: its text, or its id.
-        grade: CSS class of its |Δ|, ``d0`` to ``d4``; empty if the token is not trained on.
-        tooltip: its index, id and log-probs.
-    """
+    """One token of an excerpt."""
 
     text: str
-    grade: str
+    grade: str  # CSS class of its |Δ|, d0 to d4; empty if the token is not trained on
     tooltip: str
 
 
 @dataclass(frozen=True)
 class Excerpt:
-    """A part of a sequence.
-
-    Attributes:
-        title: step and row of the sequence.
-        tokens: the tokens of the part.
-        omitted: number of tokens of the sequence before and after the part.
-    """
+    """A part of a sequence, and the numbers of tokens that are omitted before and after it."""
 
     title: str
     tokens: list[MarkedToken]
@@ -52,14 +40,7 @@ class Excerpt:
 def worst_excerpts(
     run: RunFiles, diagnosis: RunDiagnosis, decode: Decode | None = None, cache: Path | None = None
 ) -> list[Excerpt]:
-    """Return an excerpt, around its worst token, of each sequence with the largest mean \\|Δ\\|, worst first.
-
-    Args:
-        run: the files of the run.
-        diagnosis: the diagnosis of the run.
-        decode: turns token ids into text; None shows the ids.
-        cache: as for :func:`~nemo_geomask.tools.diagnose.measure.run_survey.survey_run`.
-    """
+    """Return an excerpt, around its worst token, of each sequence with the largest mean \\|Δ\\|, worst first."""
     worst = [(sequence.step, sequence.row) for sequence in diagnosis.evidence.statistics.worst_sequences]
     excerpts = {}
     for step in {step for step, _ in worst}:

@@ -59,9 +59,7 @@ def _drawn_limits(curves: Sequence[Curve], limits: Sequence[float], is_log: bool
 def plotly_figure(figure: Figure, names: Sequence[str]) -> dict[str, Any]:
     """Return the data and layout of a figure's views, from which the page's script calls ``Plotly.react``.
 
-    Args:
-        figure: the figure.
-        names: names of the runs. Like all labels they are escaped, because plotly renders some tags.
+    The names of the runs, like all labels, are escaped, because plotly renders some tags.
     """
     views = {}
     for name, curves in figure.views.items():
@@ -89,30 +87,17 @@ def plotly_figure(figure: Figure, names: Sequence[str]) -> dict[str, Any]:
 
 def _plotly_lines(figure: Figure, limits: Sequence[tuple[float, str]]) -> list[dict[str, Any]]:
     """Return horizontal lines at the limits and vertical ones where a run's mismatch rose."""
-    lines: list[dict[str, Any]] = [
-        {
-            "y0": value,
-            "y1": value,
-            "x0": 0,
-            "x1": 1,
-            "xref": "paper",
-            "line": {"color": "#888", "dash": "dash", "width": 1},
-            "label": {"text": name, "textposition": position, "font": {"size": 10}},
-        }
-        for (value, name), position in zip(limits, ("start", "end"), strict=False)
-    ]
-    lines += [
-        {
-            "x0": step,
-            "x1": step,
-            "y0": 0,
-            "y1": 1,
-            "yref": "paper",
-            "line": {"color": run_colour(run), "dash": "dot", "width": 1},
-        }
-        for run, step in figure.onsets.items()
-    ]
-    return [{"type": "line", "layer": "below", **line} for line in lines]
+    style = {"type": "line", "layer": "below"}
+    lines: list[dict[str, Any]] = []
+    for (value, name), position in zip(limits, ("start", "end"), strict=False):
+        label = {"text": name, "textposition": position, "font": {"size": 10}}
+        line = {"color": "#888", "dash": "dash", "width": 1}
+        ends = {"x0": 0, "x1": 1, "y0": value, "y1": value, "xref": "paper"}
+        lines.append({**style, **ends, "line": line, "label": label})
+    for run, step in figure.onsets.items():
+        line = {"color": run_colour(run), "dash": "dot", "width": 1}
+        lines.append({**style, "x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "line": line})
+    return lines
 
 
 def _plotly_traces(figure: Figure, curve: Curve, names: Sequence[str], is_log: bool) -> Iterator[dict[str, Any]]:
@@ -163,16 +148,9 @@ def _short_number(value: float) -> float | None:
 
 
 def write_pngs(figures: Sequence[Figure], names: Sequence[str], directory: Path) -> list[Path]:
-    """Draw the first view of each figure into a separate PNG file, and return the paths.
+    """Draw the first view of each figure into a PNG file in a folder, and return the paths.
 
-    Args:
-        figures: the figures.
-        names: names of the runs.
-        directory: folder of the files; it is created.
-
-    Raises:
-        MissingDependencyError: matplotlib is missing.
-        DataError: the folder can't be written to.
+    Raises: MissingDependencyError: matplotlib is missing. DataError: the folder can't be written to.
     """
     require("matplotlib", "PNGs need", "demo").use("Agg")
     pyplot = require("matplotlib.pyplot", "PNGs need", "demo")

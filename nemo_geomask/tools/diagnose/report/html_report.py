@@ -37,22 +37,13 @@ from nemo_geomask.tools.diagnose.report.json_formats import SweepJson
 from nemo_geomask.tools.diagnose.report.page_tables import PageTable, merge_tables
 from nemo_geomask.tools.diagnose.report.report_tables import STEP, Decode, Table, diagnosis_tables
 from nemo_geomask.tools.diagnose.report.sweep_section import build_sweep_section
+from nemo_geomask.tools.shared.atomic_write import write_atomically
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
-
-__all__ = ["ReportedRun", "short_names", "write_page", "write_report"]
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run, and the data that the report shows about it.
-
-    Attributes:
-        name: short name.
-        directory: folder of its files.
-        diagnosis: its diagnosis.
-        excerpts: excerpts of its worst sequences.
-        logged: the metrics that it logged.
-    """
+    """A run, and the data that the report shows about it."""
 
     name: str
     directory: str
@@ -176,16 +167,13 @@ def write_report(
         path: the HTML file; it appears complete or not at all.
         runs: files and diagnosis of at least one run; several are shown side by side.
         fallbacks: health and verdict of each folder without records, by the folder.
-        sweeps: objects from :func:`~nemo_geomask.tools.diagnose.report.sweep_section.read_sweep`.
-        decode: returns the text of token ids; None: ids are shown.
-        dimension_pairs: pairs of dimensions by which tokens were split together.
-        cache: folder for records converted from logs; None: next to the logs.
+        sweeps: from :func:`~nemo_geomask.tools.diagnose.report.sweep_section.read_sweep`.
+        decode, dimension_pairs, cache: as for the survey and the tables.
         names: names of the runs; None: the parts of their paths that differ.
         logged: metrics of each run; None: those in its folder.
 
-    Raises:
-        MissingDependencyError: plotly or Jinja is missing.
-        DataError: the file can't be written, or a sweep is of another run.
+    Raises: MissingDependencyError: plotly or Jinja is missing. DataError: the file can't be written, or a sweep is of
+    another run.
     """
     names = names or short_names([files.directory for files, _ in runs])
     fallbacks = dict(fallbacks or {})
@@ -236,19 +224,9 @@ def write_page(
         grades=MISMATCH_GRADES,
         figures={figure.key: plotly_figure(figure, names) for figure in figures},
     )
-    _replace_file(path, html)
-
-
-def _replace_file(path: Path, text: str) -> None:
-    """Write a file under another name and rename it, so that no reader sees an incomplete file."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            part.write_text(text, encoding="utf-8", newline="\n")
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_atomically(path, html)
     except OSError as error:
         raise DataError(f"--html: {path} can't be written ({error.strerror or error})") from None
 
@@ -261,6 +239,7 @@ def _run_context(index: int, run: ReportedRun) -> dict[str, Any]:
     steps = sorted(diagnosis.evidence.statistics.steps)
     verdict, _, reason = diagnosis.headline.partition(": ")
     causes = [] if diagnosis.unjudged_reason else CAUSES
+    ruled_out = [cause for cause in causes if detections[cause.id].state == "ruled out"]
     return {
         "name": run.name,
         "letter": chr(ord("A") + index % 26),
@@ -270,7 +249,9 @@ def _run_context(index: int, run: ReportedRun) -> dict[str, Any]:
         "verdict": verdict,
         "reason": "; ".join([reason, *diagnosis.evidence.statistics.file_notes]),
         "advice": diagnosis.shown[0].advice if diagnosis.shown else (),
-        "ruled_out": [cause.name for cause in causes if detections[cause.id].state == "ruled out"],
+        "place": diagnosis.cause if diagnosis.cause is not None and diagnosis.cause.is_place else None,
+        "ruled_out": [cause.name for cause in ruled_out if not cause.is_place],
+        "without_excess": [cause.name for cause in ruled_out if cause.is_place],
         "untested": {
             needs: [cause.name for cause in causes if cause.id in ids]
             for needs, ids in causes_by_need(detections if causes else {}).items()

@@ -20,13 +20,7 @@ def diagnosis_json(
     decode: Decode | None = None,
     splits: Sequence[tuple[str, ...]] | None = None,
 ) -> DiagnosisJson:
-    """Return a diagnosis for ``--json``; numbers that are not finite are None.
-
-    Args:
-        diagnosis: the diagnosis of a run.
-        directory: folder of the run.
-        decode, splits: as for :func:`~nemo_geomask.tools.diagnose.report.report_tables.diagnosis_tables`.
-    """
+    """Return the diagnosis of a run in a folder for ``--json``; numbers that are not finite are None."""
     first = diagnosis.shown[0] if diagnosis.shown else None
     causes: list[CauseJson] = []
     shown = {ranked.cause.id: ranked for ranked in diagnosis.shown}

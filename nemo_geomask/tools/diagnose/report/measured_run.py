@@ -24,8 +24,7 @@ class MeasuredRun:
     """Measurements over the last third of a recorded run.
 
     Attributes:
-        directory: folder of the run.
-        steps: first and last of the measured steps.
+        steps: first and last of them.
         mismatch_kl: mean of exp(Δ) − 1 − Δ, nats a token.
         interval: its confidence interval over sequences.
         response_tokens: mean number of trained tokens of a response, at least 1.
@@ -44,16 +43,9 @@ class MeasuredRun:
 
 
 def measure_run(directory: Path, settings: Mapping[str, Any] | None = None, cache: Path | None = None) -> MeasuredRun:
-    """Measure the run in a folder.
+    """Measure the run in a folder, and what the masks of a valid ``loss_fn`` keep of it.
 
-    Args:
-        directory: folder of its records or logs.
-        settings: a valid ``loss_fn`` whose masks are measured; None: no masks.
-        cache: as for :func:`~nemo_geomask.tools.diagnose.measure.run_survey.survey_run`.
-
-    Raises:
-        ConfigError: the folder holds several runs.
-        DataError: the folder holds no run, or a run without log-probs of both engines.
+    Raises: ConfigError: the folder holds several runs. DataError: it holds none, or lacks log-probs of an engine.
     """
     run = find_run(directory)
     steps = run.steps[-max(MIN_STEPS, len(run.steps) // 3) :]

@@ -12,13 +12,7 @@ from nemo_geomask.tools.shared.terminal_tables import format_cell
 
 @dataclass(frozen=True)
 class PageColumn:
-    """Column of a table in the page.
-
-    Attributes:
-        title: heading.
-        runs: indices of the runs that have the column; empty if all runs share one column.
-        cells: for each row, a cell for each of ``runs``, or a single cell if ``runs`` is empty.
-    """
+    """Column of a table in the page: in each row, a cell for each of the runs that have it, or one that all share."""
 
     title: str
     runs: list[int]
@@ -68,10 +62,7 @@ def merge_tables(tables: Sequence[tuple[int, Table]]) -> list[PageTable]:
     """Merge the tables of several runs that have the same key into one; rows are matched by their first cell.
 
     A column is shown only once if its cells are the same in all runs, and either it depends only on the row or all runs
-    have all rows. Tables whose rows cannot be matched are not merged.
-
-    Args:
-        tables: for each run, its index and its table.
+    have all rows. Tables whose rows cannot be matched are not merged. Each table comes with the index of its run.
     """
     if len(tables) == 1:
         return [_page_table(tables[0][1])]

@@ -69,14 +69,9 @@ def print_tables(tables: Iterable[Table]) -> None:
 def diagnosis_tables(
     diagnosis: RunDiagnosis, decode: Decode | None = None, splits: Sequence[tuple[str, ...]] | None = None
 ) -> list[Table]:
-    """Return all tables of a diagnosis that have rows, or the tables of the requested splits.
+    """Return all tables of a diagnosis that have rows, or those of the requested splits, with rows or without.
 
-    Args:
-        diagnosis: the diagnosis of a run.
-        decode: returns the text of token ids; None: ids are shown.
-        splits: for each requested table, a dimension, a pair of dimensions that were surveyed together,
-            ``("environment",)`` or ``("step",)``; None: all tables. If the data were not recorded, or all tokens are in
-            one bin, the table has no rows and its title says so.
+    A split is a dimension, a pair of dimensions that were surveyed together, ``("environment",)`` or ``("step",)``.
     """
     if splits is not None:
         all_steps = len(diagnosis.evidence.statistics.steps)
@@ -127,7 +122,8 @@ def _cause_table(diagnosis: RunDiagnosis) -> Table:
     rows: list[tuple[Any, ...]] = []
     for cause in CAUSES:
         detection = diagnosis.detections[cause.id]
-        state = "not judged" if diagnosis.unjudged_reason else detection.state
+        state: str = "not judged" if diagnosis.unjudged_reason else detection.state
+        state += ", a place" if state == "shown" and cause.is_place else ""
         description = detection.description + (f"; a test needs {detection.needs}" if state == "not testable" else "")
         rows.append(
             (

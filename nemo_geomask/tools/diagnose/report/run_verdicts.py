@@ -33,12 +33,7 @@ class JudgedRun(NamedTuple):
 
 
 class FallbackVerdict(NamedTuple):
-    """Verdict on a folder without readable records.
-
-    Attributes:
-        health: health by the logged metrics; ``unknown`` if these can't be judged either.
-        explanation: sentence of the verdict by metrics, or the errors that prevented a verdict.
-    """
+    """Verdict on a folder without readable records, by its logged metrics; why there is none for ``unknown``."""
 
     health: OverallHealth
     explanation: str
@@ -51,12 +46,7 @@ class FallbackVerdict(NamedTuple):
 
 @dataclass
 class RunVerdicts:
-    """Verdicts on all folders.
-
-    Attributes:
-        judged: runs with records, in the order of the folders.
-        fallbacks: verdicts on the other folders.
-    """
+    """Verdicts on the runs with records, in the order of the folders, and on the other folders."""
 
     judged: list[JudgedRun] = field(default_factory=list)
     fallbacks: dict[Path, FallbackVerdict] = field(default_factory=dict)
@@ -75,12 +65,7 @@ class RunVerdicts:
 def find_recorded_runs(
     directories: Iterable[Path], *, skip_damaged: bool = False
 ) -> tuple[list[RunFiles], dict[Path, FallbackVerdict]]:
-    """Return the recorded runs in some folders, and a fallback verdict on each folder without any.
-
-    Args:
-        directories: the folders.
-        skip_damaged: as for :func:`~nemo_geomask.tools.diagnose.read.record_sources.find_runs`.
-    """
+    """Return the recorded runs in some folders, and a fallback verdict on each folder without any."""
     runs, fallbacks = [], {}
     for directory in directories:
         try:

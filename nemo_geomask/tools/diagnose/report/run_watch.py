@@ -1,8 +1,7 @@
-"""``diagnose --watch``: add each step of a running training once its files are complete, and print new verdicts."""
+"""Poller of ``diagnose --watch``, which adds each step of a running training once its files are complete."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,58 +14,20 @@ from nemo_geomask.tools.diagnose.read.record_sources import RunFiles
 from nemo_geomask.tools.diagnose.report.run_verdicts import (
     FallbackVerdict,
     JudgedRun,
-    OverallHealth,
     RunVerdicts,
     find_recorded_runs,
 )
-from nemo_geomask.tools.diagnose.report.verdict_output import OutputOptions, print_verdicts, write_files
 
 
-def watch_runs(
-    directories: Sequence[Path], seconds: float, options: OutputOptions, *, skip_damaged: bool = False
-) -> OverallHealth:
-    """Judge the runs every ``seconds`` until Ctrl-C; print verdicts that changed, and rewrite files after new steps.
-
-    Args:
-        directories: the folders.
-        seconds: time between two judgements.
-        options: the output.
-        skip_damaged: as for :func:`~nemo_geomask.tools.diagnose.read.record_sources.find_runs`.
-
-    Returns:
-        The worst health at the end; ``healthy`` if nothing had been judged by then.
-    """
-    watch = _RunWatcher(directories, options.cache, skip_damaged)
-    health: OverallHealth = "healthy"
-    try:
-        while True:
-            poll = watch.poll()
-            if poll.changed.healths:
-                print_verdicts(poll.changed, options)
-            if poll.has_new_steps and poll.verdicts.judged:
-                write_files(poll.verdicts, options)
-            if poll.verdicts.healths:
-                health = poll.verdicts.worst_health
-            time.sleep(seconds)
-    except KeyboardInterrupt:
-        return health
-
-
-class _Poll(NamedTuple):
-    """Result of polling the folders once.
-
-    Attributes:
-        verdicts: verdicts on all runs and folders.
-        changed: the verdicts that differ from those of the previous poll.
-        has_new_steps: True if a step was added to a run.
-    """
+class Poll(NamedTuple):
+    """Verdicts on all runs and folders, those that differ from the previous poll's, and whether a step was added."""
 
     verdicts: RunVerdicts
     changed: RunVerdicts
     has_new_steps: bool
 
 
-class _RunWatcher:
+class RunWatcher:
     """Poller of folders, with the statistics of each run so far and the verdicts that the previous poll reported."""
 
     def __init__(self, directories: Sequence[Path], cache: Path | None, skip_damaged: bool) -> None:
@@ -78,7 +39,7 @@ class _RunWatcher:
         self._reported_runs: dict[Path, tuple[str, int | None, bool]] = {}
         self._reported_fallbacks: dict[Path, str] = {}
 
-    def poll(self) -> _Poll:
+    def poll(self) -> Poll:
         """Add the new complete steps of each run to its statistics, and judge all runs."""
         runs, fallbacks = find_recorded_runs(self._directories, skip_damaged=self._skip_damaged)
         verdicts = RunVerdicts(fallbacks=fallbacks)
@@ -92,7 +53,7 @@ class _RunWatcher:
             has_new_steps |= len(statistics.steps) > count  # False if the new files hold no sequence
             if statistics.steps:
                 verdicts.judged.append(JudgedRun(run, diagnose(statistics)))
-        return _Poll(verdicts, self._changed(verdicts), has_new_steps)
+        return Poll(verdicts, self._changed(verdicts), has_new_steps)
 
     def _changed(self, verdicts: RunVerdicts) -> RunVerdicts:
         """Return the verdicts that the previous poll did not report, and remember all of them as reported."""

@@ -13,7 +13,7 @@ from nemo_geomask.losses import available
 from nemo_geomask.metrics import summarize_step
 from nemo_geomask.tools.diagnose.explain.causes import CAUSES
 from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS_BY_NAME
-from nemo_geomask.tools.diagnose.measure.metric_guide import alerts, metric_families
+from nemo_geomask.tools.diagnose.measure.metric_guide import alerts, metric_families, read_entry
 from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS
 
 ROOT = Path(nemo_geomask.__file__).parent
@@ -124,3 +124,11 @@ def test_symptoms_have_the_limits_of_the_code():
         assert (name, sign, number) == ("geomask/mismatch_k1", "<", "0") or float(number) in {
             *(entry.above, entry.below, entry.broken)
         }, name
+
+
+def test_an_entry_without_a_field_is_one_sentence():
+    table = {"names": ["x", "y"], "averaging": "tokens", "formula": "f", "unit": "u", "healthy": "1", "action": "a"}
+    with pytest.raises(ConfigError, match=r"^metrics.toml: the entry of x, y: missing 1 required field: 'peers'$"):
+        read_entry(table)
+    with pytest.raises(ConfigError, match="the entry of x, y: got an unexpected keyword argument 'peer'"):
+        read_entry({**table, "peers": "p", "peer": "p"})

@@ -239,3 +239,13 @@ def test_a_row_without_a_value_is_one_error_with_file_and_row(tmp_path, capsys, 
         assert main([command, str(tmp_path)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert f"{path}:2: has " in line
+
+
+def test_records_below_the_logs_are_the_same_run(tmp_path):
+    run, records = tmp_path / "run", tmp_path / "run" / "records"
+    records.mkdir(parents=True)
+    for step in (1, 2, 3):
+        write_log(run, step, [])
+    (records / "step-0000002-driver.parquet").touch()
+    (joined,) = find_runs([tmp_path])
+    assert (joined.directory, joined.steps, [*joined.records], [*joined.logs]) == (run, [1, 2, 3], [2], [1, 3])

@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import json
 import math
-import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -128,6 +127,26 @@ def test_names_of_environments_are_escaped(tmp_path):
     assert "img" not in page.tags
 
 
+def test_a_place_is_marked_as_such_with_its_likeliest_causes(tmp_path):
+    statistics = RunStatistics()
+    for step in range(1, 4):
+        block = planted_step(3, step, None, 0.0, shape=SHAPE)
+        is_noisy = np.repeat(block.sequences["group"] < 3, np.diff(block.offsets))
+        environment = np.array(["math", "code"], dtype=object)[(block.sequences["group"] < 3).astype(int)]
+        noise = np.random.default_rng(step).normal(0.0, 0.5, len(is_noisy)).astype(np.float32)
+        block.tokens["prev"][:] = block.tokens["gen"] + noise * np.where(is_noisy, 1.0, 0.02).astype(np.float32)
+        statistics.add(survey_block(replace(block, sequences={**block.sequences, "environment": environment})))
+    diagnosis = diagnose(statistics)
+    assert diagnosis.cause.is_place
+    write_page(tmp_path / "x.html", [ReportedRun("a", "a", diagnosis)])
+    text = Page((tmp_path / "x.html").read_text(encoding="utf-8")).text
+    assert "A place, not a cause. The likeliest causes:" in text
+    assert all(likely in text for likely in diagnosis.cause.likely)
+    assert f"To tell them apart: {diagnosis.cause.action}." in text
+    (table,) = [table for table in diagnosis_tables(diagnosis) if table.key == "causes"]
+    assert {row[0]: row[1] for row in table.rows}[diagnosis.cause.id] == "shown, a place"
+
+
 def test_the_page_needs_no_other_file_and_allows_no_other_script(page):
     assert page.tags.count("script") == 3
     assert page.text.count("plotly.js v") == 0
@@ -161,13 +180,6 @@ def test_every_value_names_its_column_and_run_where_columns_have_no_room(page):
     narrow = style[style.index("@container") :]
     assert ".many td::before { content: attr(data-column)" in narrow
     assert "container-type: inline-size" in style
-
-
-def test_the_legend_is_beside_the_toolbar():
-    script = (Path(html_report.__file__).parent / "page" / "page.js").read_text(encoding="utf-8")
-    assert 'modebar: { orientation: "v"' in script
-    assert re.search(r"margin: \{ l: \d+, r: ([3-9]\d|\d{3}),", script)
-    assert 'legend: { orientation: "h", x: 0,' in script
 
 
 def test_every_column_has_a_definition(diagnoses):
@@ -337,28 +349,6 @@ def test_a_missing_package_names_the_extra(diagnoses, tmp_path, monkeypatch):
         write_page(tmp_path / "x.html", [ReportedRun("a", "a", diagnoses[0])])
 
 
-def test_records_below_the_logs_are_the_same_run(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow.parquet")
-    run, records = tmp_path / "run", tmp_path / "run" / "records"
-    records.mkdir(parents=True)
-    for step in (1, 2, 3):
-        write_log(run, step, [])
-    (records / "step-0000002-driver.parquet").touch()
-    (joined,) = find_runs([tmp_path])
-    assert (joined.directory, joined.steps, sorted(joined.records), sorted(joined.logs)) == (
-        run,
-        [1, 2, 3],
-        [2],
-        [1, 3],
-    )
-    assert pyarrow
-
-
-def test_the_page_is_in_the_wheel():
-    project = (Path(__file__).parents[4] / "pyproject.toml").read_text(encoding="utf-8")
-    assert '"tools/diagnose/report/page/*"' in project
-
-
 def test_colours_have_enough_contrast_on_both_pages():
     def luminance(colour):
         parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
@@ -392,3 +382,8 @@ def test_the_table_marks_the_numbers_that_made_the_verdict():
     assert title.endswith("; broken by the cause or the change alone, as no number is that far beyond its limit")
     title, marked = title_and_marks(diagnose(planted_run(0)))
     assert (title, marked) == ("Numbers, Δ = prev − gen of a trained token", set())
+
+
+def test_the_page_is_in_the_wheel():
+    project = (Path(__file__).parents[4] / "pyproject.toml").read_text(encoding="utf-8")
+    assert '"tools/diagnose/report/page/*"' in project
