@@ -178,14 +178,3 @@ def test_recorded_losses_pass_the_targets_of_a_cpu():
 def test_tables_show_what_was_measured():
     for name, text in tables.pages().items():
         assert (tables.FOLDER / name).read_text(encoding="utf-8") == text, "run: make docs"
-
-
-def test_both_ways_of_our_recorder_are_measured(tmp_path):
-    pytest.importorskip("pyarrow", reason="records are Parquet (diagnose extra)")
-    from tests.benchmarks.records import draw_batch, measure
-
-    rows = measure(draw_batch(8, 32), tmp_path, repeats=2)
-    for name in ("records", "with a verdict"):
-        assert rows[name]["ms"]["runs"] == 2
-        assert rows[name]["bytes"] > 100
-        assert len(list((tmp_path / name).rglob("step-*.parquet"))) == 4  # two of them to warm up

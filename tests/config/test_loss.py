@@ -489,7 +489,7 @@ class TestOmegaConf:
         resolved.ratio_clip_max = config.ratio_clip_max
         return resolved
 
-    def test_whole(self, block):
+    def test_a_block_is_read_whole(self, block):
         loss = build_loss(block)
         assert (
             loss.config

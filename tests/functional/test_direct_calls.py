@@ -70,19 +70,19 @@ def check(surrogate, loss, ratio, ratio_clamped, **others):
             assert getattr(surrogate, name) is None
 
 
-def test_unclipped():
+def test_unclipped_is_the_ratio_times_the_advantage():
     x = RATIO.log()
     check(F.unclipped(x, ADVANTAGES), -RATIO * ADVANTAGES, RATIO, RATIO)
     check(F.unclipped(x, ADVANTAGES, penalty=0.1), -RATIO * ADVANTAGES, RATIO, RATIO, penalty=0.1 * x * x)
 
 
-def test_clipped_weight():
+def test_clipped_weight_multiplies_the_log_prob():
     found = F.clipped_weight(RATIO.log(), CURR, ADVANTAGES, clip_min=0.4, clip_max=0.3)
     clamped = torch.tensor([0.6, 1.3, 1.3, 0.6])
     check(found, -clamped * ADVANTAGES * CURR, RATIO, clamped)
 
 
-def test_gamma_weight():
+def test_gamma_weight_has_settings_for_each_sign():
     settings = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 1.0, "lambda_neg": 0.5}
     found = F.gamma_weight(RATIO.log(), CURR, ADVANTAGES, **settings)
     weight = []
@@ -92,7 +92,7 @@ def test_gamma_weight():
     check(found, -torch.tensor(weight) * ADVANTAGES * CURR, RATIO, RATIO)
 
 
-def test_quadratic():
+def test_quadratic_is_reinforce_and_a_square():
     x = RATIO.log()
     check(F.quadratic(x, CURR, ADVANTAGES, beta=0.3), -ADVANTAGES * CURR + 0.15 * x * x, RATIO, RATIO)
 

@@ -110,7 +110,7 @@ TRAINED = {
 @pytest.mark.parametrize("importance", [False, True], ids=["plain", "importance"])
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("value", KINDS)
-def test_bias(value, gradient, importance, kind):
+def test_value_and_gradient_are_unbiased_where_theory_says_so(value, gradient, importance, kind):
     by_value, by_gradient = unbiased(kind, value, gradient, importance)
     assert by_value == (kind in VALUES[value, importance])
     assert by_gradient == (kind in TRAINED[gradient, value, importance])

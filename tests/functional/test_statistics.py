@@ -26,7 +26,7 @@ def close(found: torch.Tensor, expected: list[float], rel: float = 1e-9) -> None
 # --------------------------------------------------------------------------- log-ratios
 
 
-def test_log_bound():
+def test_a_bound_of_0_or_less_is_no_lower_bound():
     assert F.log_bound(None, default=3.5) == 3.5
     assert F.log_bound(0.0, default=3.5) == -math.inf
     assert F.log_bound(-1.0, default=3.5) == -math.inf
@@ -41,7 +41,7 @@ def test_both_ends_belong_to_the_interval():
 
 
 @pytest.mark.parametrize("statistic", ["ratio", "k2", "k3"])
-def test_token_statistics(statistic):
+def test_token_statistics_equal_pythons_arithmetic(statistic):
     def expected(x: float) -> float:
         bounded = min(x, LIMIT)
         return {"ratio": x, "k2": x * x / 2, "k3": math.expm1(bounded) - bounded}[statistic]
@@ -63,7 +63,7 @@ def binary(log_p: float, log_q: float, statistic: str) -> float:
 
 
 @pytest.mark.parametrize("statistic", ["prob_diff", "binary_kl", "binary_kl_reverse", "binary_kl_max"])
-def test_binary_statistics(statistic):
+def test_binary_statistics_equal_pythons_arithmetic(statistic):
     pairs = [(p, q) for p in LOG_PROBS for q in LOG_PROBS]
     log_p, log_q = (doubles(*side) for side in zip(*pairs, strict=True))
     found = F.binary_statistic(log_p, log_q, statistic)
@@ -81,7 +81,7 @@ def test_a_binary_kl_is_not_negative_by_rounding():
 
 
 @pytest.mark.parametrize(("low", "high"), [(None, None), (0.5, None), (None, 2.0), (0.5, 3.0), (0.0, 2.0)])
-def test_weights(low, high):
+def test_weights_are_clamped_or_filtered_and_say_where(low, high):
     at_bounds = [math.log(bound) for bound in (low, high) if bound]
     values = [*X, *at_bounds]
     ratios = [math.exp(min(x, LIMIT)) for x in values]
@@ -141,7 +141,7 @@ def test_no_values_set_no_bound():
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])
-def test_position_weights(length):
+def test_weights_fall_linearly_with_the_position(length):
     lowest = 0.3
     weights = [1.0 - (1.0 - lowest) * (t - 1) / max(length - 1, 1) for t in range(1, length + 1)]
     before = [sum(weights[:t]) for t in range(length)]
@@ -155,7 +155,7 @@ def test_position_weights(length):
 
 
 @pytest.mark.parametrize("normalization", ["tokens", "sequences", "documents", "constant"])
-def test_coefficients(normalization):
+def test_coefficients_of_each_normalization(normalization):
     mask, lengths, seqs, toks, constant = [1.0, 0.5, 0.0], [4.0, 2.0, 0.0], 3.0, 11.0, 8.0
     expected = {
         "tokens": [m / toks for m in mask],

@@ -168,7 +168,7 @@ def _packed(backend):
     return loss.item(), dict(metrics), [value.grad for value in model.parameters()]
 
 
-def test_packed_rows():
+def test_packed_rows_equal_those_of_logits():
     (loss, metrics, gradients), (mine, found, own) = (_packed(backend) for backend in ("geomask", "geomask_linear"))
     assert mine == pytest.approx(loss, rel=1e-5, abs=1e-7)
     assert found == pytest.approx(metrics, rel=1e-4, abs=1e-6)

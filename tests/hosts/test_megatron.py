@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_geomask import build_loss
-from nemo_geomask.errors import DataError, GeomaskError, ShapeError
+from nemo_geomask.errors import GeomaskError
 from nemo_geomask.parallel.local_processes import run_ranks
 from tests.helpers import megatron_models as models
 
@@ -161,22 +161,6 @@ def test_sequence_parallel_shares_equal_the_whole_row(world):
         np.testing.assert_allclose(grad, logits.grad[:, index], rtol=1e-4, atol=1e-8)
         seen += index.tolist()
     assert sorted(seen) == list(range(logits.shape[1]))
-
-
-def test_batch_that_lacks_or_misshapes_a_tensor_is_refused():
-    from nemo_geomask.hosts.megatron import pack_batch
-    from nemo_geomask.segments import PackedSegments
-
-    data, *_ = models.rows()
-    params = models.packing(data)
-    segments = PackedSegments(params.cu_seqlens_q_padded)
-    assert "images" not in pack_batch({**data, "images": ["not a tensor"]}, params, segments)
-    with pytest.raises(DataError, match=r"data\['sample_mask'\] is missing"):
-        pack_batch({key: value for key, value in data.items() if key != "sample_mask"}, params, segments)
-    with pytest.raises(ShapeError, match=r"data\['prev_logprobs'\] must be"):
-        pack_batch({**data, "prev_logprobs": data["prev_logprobs"][:, :-1]}, params, segments)
-    with pytest.raises(ShapeError, match="2 sequences"):
-        pack_batch(data, params, PackedSegments([0, 8, 16]))
 
 
 def _refused(rank, world):

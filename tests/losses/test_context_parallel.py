@@ -142,23 +142,23 @@ SPOILT = {
 }
 
 
-def configs_of(world):
-    """A third of the configurations on four ranks and another third on two; each has every setting.
+def configs_of(world, step):
+    """One in ``step`` of the configurations, others on four ranks than on two; they have every setting.
 
     All of them, in which every pair of settings occurs, run on one rank.
     """
-    chosen = dict(itertools.islice(CONFIGS.items(), 0 if world == 4 else 1, None, 3))
+    chosen = dict(itertools.islice(CONFIGS.items(), 0 if world == 4 else 1, None, step))
     settings = [set(part) for part in zip(*(name.split("-")[:3] for name in chosen), strict=True)]
     assert settings == [set(VARIANTS), set(LEVELS), {*MASKS, "none", "all"}]
     return chosen
 
 
-def _all_configs(rank, world):
+def _all_configs(rank, world, step):
     import torch.distributed as dist
 
     groups = (dist.group.WORLD,)
     batch = batches.rollouts(seed=4, width=23)
-    found = {name: evaluate(config, batch, rank, world, groups) for name, config in configs_of(world).items()}
+    found = {name: evaluate(config, batch, rank, world, groups) for name, config in configs_of(world, step).items()}
     for name, config in SPOILT.items():
         for kind, bad in spoilt().items():
             for nonfinite in ("drop_sequence", "drop_token"):
@@ -172,11 +172,11 @@ def _all_configs(rank, world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_context_parallel_equals_oracle(world):
-    results = run_ranks(world, _all_configs)
+@pytest.mark.parametrize(("world", "step"), [(2, 9), *(pytest.param(n, 3, marks=pytest.mark.long) for n in (2, 4))])
+def test_context_parallel_equals_oracle(world, step):
+    results = run_ranks(world, _all_configs, step)
     batch = batches.rollouts(seed=4, width=23)
-    for name, config in configs_of(world).items():
+    for name, config in configs_of(world, step).items():
         check([found[name] for found, _ in results], config, batch)
     assert all("1 in data['generation_logprobs']" in message for _, message in results)
     for name, config in SPOILT.items():

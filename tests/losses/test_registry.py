@@ -86,35 +86,33 @@ def test_only_the_selected_name_is_imported(register):
     assert "theirs" in available()
 
 
-def test_unknown_name_suggests_the_nearest():
-    with pytest.raises(PluginError, match="no loss named 'gsop'.*did you mean 'gspo'"):
-        build_loss({"name": "gsop"})
-
-
 @pytest.mark.parametrize(
-    ("name", "guess"), [("GSPO", "gspo"), ("gspo-token", "gspo_token"), ("GRPO", "clipped_pg"), ("ppo", "clipped_pg")]
+    ("name", "points", "message"),
+    [
+        *(
+            (name, (), f"no loss named '{name}'.*did you mean '{guess}'")
+            for name, guess in {
+                "gsop": "gspo",
+                "GSPO": "gspo",
+                "gspo-token": "gspo_token",
+                "GRPO": "clipped_pg",
+                "ppo": "clipped_pg",
+            }.items()
+        ),
+        ("mine", [("first-dist", "mine", "one:A"), ("b", "mine", "two:B")], r"first-dist \(one:A\) and b \(two:B\)"),
+        ("gspo", [("somebody", "gspo", "theirs:GSPO")], "nemo-geomask .* and somebody"),
+        ("theirs", [("somebody", "theirs", "no_such_module:LOSS")], "somebody.*ModuleNotFoundError"),
+        (f"{__name__}:NOT_A_VARIANT", (), "is a builtins.function; it must be a nemo_geomask.losses.Variant"),
+        (f"{__name__}:NOWHERE", (), "AttributeError"),
+        (f"{__name__}:BROKEN", (), "ZeroDivisionError"),
+        (f"{__name__}:ODD", (), "no_such"),
+    ],
 )
-def test_unknown_name_suggests_what_is_meant(name, guess):
-    with pytest.raises(PluginError, match=f"did you mean '{guess}'"):
+def test_a_name_that_leads_to_no_variant_says_why(name, points, message, register, monkeypatch):
+    monkeypatch.setitem(globals(), "ODD", Variant(surrogate=mean_loss, defaults={"no_such": 1}))
+    register(*points)
+    with pytest.raises(PluginError, match=message):
         build_loss({"name": name})
-
-
-def test_name_claimed_twice_names_both_distributions(register):
-    register(("first-dist", "mine", "one:A"), ("second-dist", "mine", "two:B"))
-    with pytest.raises(PluginError, match=r"first-dist \(one:A\) and second-dist \(two:B\)"):
-        build_loss({"name": "mine"})
-
-
-def test_built_in_name_can_not_be_taken_over(register):
-    register(("somebody", "gspo", "theirs:GSPO"))
-    with pytest.raises(PluginError, match="nemo-geomask .* and somebody"):
-        build_loss({"name": "gspo"})
-
-
-def test_failing_import_names_the_distribution_and_the_cause(register):
-    register(("somebody", "theirs", "a_module_that_does_not_exist:LOSS"))
-    with pytest.raises(PluginError, match="somebody.*ModuleNotFoundError"):
-        build_loss({"name": "theirs"})
 
 
 def test_import_that_fails_in_several_lines_is_one_problem_about_the_name(tmp_path, monkeypatch):
@@ -130,21 +128,6 @@ def test_import_that_fails_in_several_lines_is_one_problem_about_the_name(tmp_pa
         build_loss({"name": "noisy_loss:LOSS", "nonfinite": "drop"})
     assert [problem.keys for problem in error.value.problems] == [("loss_fn.nonfinite",), ("loss_fn.name",)]
     assert str(error.value).count("\n") == 1
-
-
-def test_wrong_type_says_what_was_found():
-    with pytest.raises(PluginError, match="is a builtins.function; it must be a nemo_geomask.losses.Variant"):
-        build_loss({"name": f"{__name__}:NOT_A_VARIANT"})
-
-
-def test_missing_attribute_is_an_error():
-    with pytest.raises(PluginError, match="AttributeError"):
-        build_loss({"name": f"{__name__}:NOWHERE"})
-
-
-def test_variant_that_can_not_run_fails_when_built():
-    with pytest.raises(PluginError, match="ZeroDivisionError"):
-        build_loss({"name": f"{__name__}:BROKEN"})
 
 
 def fickle_loss(inputs, means):
@@ -163,12 +146,6 @@ def test_what_a_variant_reports_depends_on_settings_alone(monkeypatch, metrics):
             evaluate(loss_fn, rollouts(1))
     else:
         assert math.isfinite(evaluate(loss_fn, rollouts(1)).loss)
-
-
-def test_variant_that_speaks_of_unknown_settings_is_refused(monkeypatch):
-    monkeypatch.setitem(globals(), "ODD", Variant(surrogate=mean_loss, defaults={"no_such": 1}))
-    with pytest.raises(PluginError, match="no_such"):
-        build_loss({"name": f"{__name__}:ODD"})
 
 
 @pytest.mark.parametrize("where", ["defaults", "forces"])

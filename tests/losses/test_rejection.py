@@ -364,7 +364,7 @@ class TestVaco:
         assert kept(self.mask(value, statistic="ratio_diff"), batch) == [True]
         assert kept(self.mask(below, statistic="ratio_diff"), batch) == [False]
 
-    def test_impossible_distance(self):
+    def test_a_distance_that_nothing_exceeds_is_refused(self):
         with pytest.raises(ConfigError, match="a delta of 1 on prob_diff, which is at most 1, removes nothing"):
             build_loss({"masks": [self.mask(1.0)]})
         build_loss({"masks": [self.mask(2.0, statistic="ratio_diff")]})
@@ -473,7 +473,7 @@ def test_no_mask_sees_what_another_removed(names):
 
 
 @pytest.mark.parametrize("normalization", ["tokens", "sequences", "documents"])
-def test_denominators_stay(normalization):
+def test_survivors_weigh_what_they_weighed_before(normalization):
     # Survivors weigh what they weighed before: their gradient does not change by a bit. No clip is in a mask's way.
     config = {**NO_KL, "loss_normalization": normalization, "ratio_clip_min": 1.0, "ratio_clip_max": 1e6}
     batch = batches.rollouts(1)

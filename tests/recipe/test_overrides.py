@@ -138,7 +138,7 @@ def test_the_fixes_that_errors_name_work(overrides, recipe):
         (["~policy.engine.backend"], {"policy.generation.backend": 0, "policy.engine": "r.yaml:5"}),
     ],
 )
-def test_origins(overrides, places, recipe):
+def test_an_override_is_the_origin_of_what_it_changes(overrides, places, recipe):
     origins = recipe(*overrides).origins
     for key, place in places.items():
         expected = place if isinstance(place, str) else f"override '{overrides[place]}'"

@@ -37,7 +37,7 @@ def test_defaults_are_inherited_and_the_child_wins(tmp_path):
     }
 
 
-def test_overrides(tmp_path):
+def test_overrides_change_values_before_references_are_resolved(tmp_path):
     path = write(tmp_path, "r.yaml", "grpo: {seed: 1}\npolicy:\n  lr: ???\ncopy: ${grpo.seed}\n")
     overrides = ["grpo.seed=7", "policy.lr=1e-3", "+new.key=text", "off=null", "masks=[{preset: opsm, delta: 0.5}]"]
     loaded = load_recipe(path, overrides, new_keys=True)

@@ -242,7 +242,7 @@ def ppo(recipe, tmp_path, *overrides, loss=GSPO):
     return run(tmp_path, "run_ppo.py", config, *loss, *rest, *overrides, modules="nemo_rl.algorithms.ppo")
 
 
-def test_ppo(recipe, tmp_path):
+def test_ppos_epochs_train_and_are_recorded(recipe, tmp_path):
     check(ppo(recipe, tmp_path, recorded(tmp_path)), tmp_path, steps=4)
     assert records(tmp_path) == {1: {0}, 2: {0}}  # two epochs on each
 

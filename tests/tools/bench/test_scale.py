@@ -166,7 +166,7 @@ def test_seconds_as_measured():
             )
 
 
-def test_a_recipe(path, capsys, tmp_path):
+def test_a_recipe_is_scaled_to_each_number_of_gpus(path, capsys, tmp_path):
     assert main(["bench", "scale", str(path), "--out", str(tmp_path / "out"), "--gpus", "8,64,100"]) == 0
     out = capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "scale-recipe.json").read_text())

@@ -130,11 +130,11 @@ MALFORMED: dict[str, Recipe] = {
 
 # Recipes that can be read, whose content is strange. Any exit status will do; a traceback will not.
 STRANGE: dict[str, str] = {
-    "9,000 unknown keys": "loss_fn: {name: gspo, "
-    + ", ".join(f"truncated_importance_sampling_ratio_m{i}: 1" for i in range(9000))
+    "2,000 unknown keys": "loss_fn: {name: gspo, "
+    + ", ".join(f"truncated_importance_sampling_ratio_m{i}: 1" for i in range(2000))
     + "}\n",
-    "9,000 unknown keys of NeMo-RL": "loss_fn: {name: gspo}\ngrpo: {"
-    + ", ".join(f"num_prompts_per_step_{i}: 1" for i in range(9000))
+    "2,000 unknown keys of NeMo-RL": "loss_fn: {name: gspo}\ngrpo: {"
+    + ", ".join(f"num_prompts_per_step_{i}: 1" for i in range(2000))
     + "}\n",
     "nothing": "",
     "numbers as keys": "1: {2: 3}\ngrpo: {1: 2}\n" + VALID.partition("\n")[2],

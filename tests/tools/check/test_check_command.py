@@ -92,7 +92,7 @@ class TestCommand:
         _, out, _ = check(write(base=BASE, child=CHILD + "  is_correction_level: sequence\n"))
         assert "child.yaml:5: error GM001 loss_fn.is_correction_level" in out
 
-    def test_exit_status(self, write, check):
+    def test_warnings_fail_under_strict_and_errors_always(self, write, check):
         gspo = "defaults: base.yaml\nloss_fn: {name: gspo, token_level_loss: false, ratio_clip_max: 4.0e-4}\n"
         recipe = write(base=BASE, child=gspo)
         assert check(recipe)[0] == 0
@@ -118,7 +118,7 @@ class TestCommand:
         assert "warning GM106" in check(recipe, *sizes, "--gpu", "A100")[1]
         assert "not checked without --gpu: GM106" in check(recipe, *sizes)[1]
 
-    def test_json(self, write, check):
+    def test_json_has_places_settings_and_what_is_unjudged(self, write, check):
         status, out, _ = check(write(base=BASE, child=CHILD), "++loss_fn.ratio_clip_mn=1", "--format", "json")
         result = json.loads(out)
         assert status == 2

@@ -40,7 +40,7 @@ def measured(benchmark):
         ("Qwen/Qwen2.5-Math-7B", 3584, 152_064, 6.53),
     ],
 )
-def test_known_models(name, hidden, vocab, billions):
+def test_models_are_known_by_their_names(name, hidden, vocab, billions):
     shape = shape_of(name)
     assert (shape.hidden, shape.vocab) == (hidden, vocab)
     assert shape.active == pytest.approx(1e9 * billions, rel=0.03)

@@ -1180,7 +1180,7 @@ class TestMisplacedKeys:
             ({"grpo.anything_goes": 1}, None),
         ],
     )
-    def test_each_kind(self, changes, message, findings):
+    def test_a_misplaced_key_is_named_with_its_place_if_it_has_one(self, changes, message, findings):
         classes = f"{CLASSES}\nconfig['policy']['read_elsewhere']\n"
         found = [each for each in findings({**changes, "reads": NEWEST, "classes": classes}) if each.rule.id == "GM006"]
         assert [each.key for each in found] == (list(changes) if message else [])
@@ -1411,7 +1411,7 @@ class TestExpectation:
         assert kept_fraction(m2po, 1e-3, 100) is None
 
     @pytest.mark.parametrize(("kl", "tokens"), [(1e-3, 500), (1e-3, 4000), (2e-2, 100)])
-    def test_weight(self, kl, tokens):
+    def test_the_median_weight_is_that_of_simulated_sequences(self, kl, tokens):
         draw = torch.Generator().manual_seed(0)
         ratios = -kl + math.sqrt(2 * kl) * torch.randn(4000, tokens, generator=draw, dtype=torch.float64)
         assert float(ratios.exp().mean()) == pytest.approx(1, abs=2e-3)
@@ -1420,7 +1420,7 @@ class TestExpectation:
         assert median_weight(kl, tokens) == pytest.approx(float(weight.median()), rel=0.1)
 
     @pytest.mark.parametrize(("kl", "tokens"), [(1e-3, 1000), (1e-3, 200), (1e-6, 1000)])
-    def test_clip(self, kl, tokens):
+    def test_clipped_fractions_are_those_of_simulated_sequences(self, kl, tokens):
         draw = torch.Generator().manual_seed(3)
         means = (-kl + math.sqrt(2 * kl) * torch.randn(4000, tokens, generator=draw, dtype=torch.float64)).mean(-1)
         config = LossConfig(name="gspo", ratio_clip_min=3e-4, ratio_clip_max=4e-4)

@@ -94,7 +94,7 @@ def test_metrics_add_up_and_extremes_stay():
 
 
 @pytest.mark.long
-def test_it_learns(tiny):
+def test_rewards_rise_above_chance(tiny):
     recipe = tiny(
         grpo={
             "num_prompts_per_step": 32,

@@ -29,7 +29,7 @@ def test_more_pairs_than_can_be_enumerated_are_refused():
             sign_flip_p(values)
 
 
-def test_holms_correction():
+def test_holms_correction_equals_that_by_hand():
     assert holm([0.01, 0.04, 0.03]) == [0.03, 0.06, 0.06]
     assert holm([0.5, 0.9]) == [1.0, 1.0]
     assert holm([]) == []

@@ -175,7 +175,7 @@ def test_the_same_seed_makes_the_same_model(tmp_path):
     assert not first["model.embed_tokens.weight"].equal(other["model.embed_tokens.weight"])
 
 
-def test_prompts_differ(tmp_path):
+def test_no_two_prompts_are_equal(tmp_path):
     write_prompts(tmp_path / "prompts.jsonl", rows=64)
     lines = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len({line["input"] for line in lines}) == 64

@@ -70,7 +70,7 @@ def test_lines_of_a_plot_differ():
     assert tuple(palette.line_look(count).values()) == polled_output[0]
 
 
-def test_intervals():
+def test_intervals_equal_those_by_hand():
     values = [0.1, 0.4, 0.2]
     low, high = mean_interval(values)
     assert (low + high) / 2 == pytest.approx(fmean(values))

@@ -71,7 +71,7 @@ def test_setting_that_verl_lacks_is_listed(block, settings, lost):
     assert back.yaml().count("# NOT EXPRESSED: ") == len(back.not_expressed)
 
 
-def test_command(tmp_path, capsys):
+def test_the_command_writes_verls_settings(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("loss_fn: {name: cispo, reference_policy_kl_penalty: 0.0}\n")
     assert main(["translate", "--to", "verl", str(recipe)]) == 0
