@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -321,24 +322,27 @@ def test_tensors_of_another_length_than_the_row_are_refused():
         build_loss({}).packed(curr, {**data, "advantages": data["advantages"][1:]}, segments, 1, 1)
 
 
-def _die(rank, world):
+def _die(rank, world, connected):
+    while not connected.exists():  # the first rank would else fail while it connects
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_killed_rank_ends_in_an_error_on_the_other():
+def test_killed_rank_ends_in_an_error_on_the_other(tmp_path):
     import torch.distributed as dist
 
     batch = batches.rollouts(seed=4, width=23)
     errors = []
 
     def attempt():
+        (tmp_path / "connected").touch()
         try:
             evaluate(VARIANTS["gspo"], batch, 0, 2, (dist.group.WORLD,))
         except LostRankError as error:
             errors.append(error)
 
-    with pytest.raises(RankError, match="rank 1 was ended"), lead_ranks(2, _die):
+    with pytest.raises(RankError, match="rank 1 was ended"), lead_ranks(2, _die, tmp_path / "connected"):
         attempt()
     # Far sooner than a collective gives up.
     assert len(errors) == 1
