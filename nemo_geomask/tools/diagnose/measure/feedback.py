@@ -20,6 +20,7 @@ import numpy as np
 from nemo_geomask.optional import require
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
+from nemo_geomask.tools.diagnose.measure.thresholds import QUANTITIES
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
 SHOWN_SCORE = 2.5
@@ -27,14 +28,15 @@ SHOWN_SCORE = 2.5
 MIN_STEPS = 20
 """Number of steps that a run must have for the test."""
 MISMATCH = "mismatch"
+_VALUES = {quantity.name: quantity.value for quantity in QUANTITIES}
 SERIES: dict[str, Callable[[StepSums], float]] = {
-    MISMATCH: lambda sums: sums.mean("capped_abs", "one_minus_p"),
-    "surprise": lambda sums: sums.mean("surprise"),
-    "length": lambda sums: sums.mean("response_tokens", "sequences"),
+    MISMATCH: _VALUES["noise"],
+    "surprise": _VALUES["surprise"],
+    "length": _VALUES["response length"],
     "entropy": lambda sums: sums.mean("entropy", "tokens_with_entropy"),
-    "reward": lambda sums: sums.mean("reward", "sequences_with_reward"),
+    "reward": _VALUES["reward"],
 }
-"""Value of each series in a step: mean min(|Δ|, 1) in units of 1 − p, mean −gen, mean response length, …"""
+"""Value of each series in a step."""
 
 
 class LaggedCorrelation(NamedTuple):

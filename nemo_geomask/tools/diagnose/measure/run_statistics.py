@@ -36,15 +36,11 @@ def _empty_bins() -> dict[str, Array]:
 
 @dataclass
 class Window:
-    """Sums over a few successive steps, split into the bins of each dimension, without tokens with faulty log-probs.
+    """Sums over a few successive steps, split into the bins of each dimension, without tokens with faulty log-probs."""
 
-    Attributes:
-        bin_sums: by dimension, [bins, len(BIN_SUMS)]; by a pair ``first,second``, [bins of first × bins of second,
-            len(BIN_SUMS)].
-        environment_sums: by name of the environment, or ``OTHER_ENVIRONMENTS``, [len(BIN_SUMS)].
-    """
-
+    # by dimension, [bins, len(BIN_SUMS)]; by a pair first,second, [bins of first × bins of second, len(BIN_SUMS)]
     bin_sums: dict[str, Array] = field(default_factory=_empty_bins)
+    # by name of the environment, or OTHER_ENVIRONMENTS, [len(BIN_SUMS)]
     environment_sums: dict[str, Array] = field(default_factory=dict)
 
     def add(self, other: Window) -> None:
@@ -99,29 +95,23 @@ class RunStatistics:
     """Statistics from which a diagnosis is made.
 
     Attributes:
-        steps: sums of each step, by its number.
-        windows: windows of ``width`` successive steps, by the number of their first step.
-        width: steps in a window; it doubles whenever there are more than ``MAX_WINDOWS`` windows, which bounds memory.
-        tables: tables of the tokens without faults; see :attr:`tokens`.
-        experts: number of experts of the model, 0 for none; None if nothing says it.
-        worst_tokens, worst_sequences: the ``WORST_COUNT`` worst tokens and sequences of the run, worst first.
-        files: number of files, those that were left out included.
-        left_out: damaged files that were left out, with the error of each.
-        superseded: files that were left out because a later recording has begun their steps again.
-        without_checksum: number of files without a checksum, which earlier versions wrote.
+        windows: windows of ``width`` successive steps, by the number of their first step. The width doubles
+            whenever there are more than ``MAX_WINDOWS``, which bounds memory.
     """
 
     steps: dict[int, StepSums] = field(default_factory=dict)
     windows: dict[int, Window] = field(default_factory=dict)
     width: int = 1
-    tables: list[TokenTable] = field(default_factory=list)
-    experts: int | None = None
+    tables: list[TokenTable] = field(default_factory=list)  # tables of the tokens without faults; see tokens
+    experts: int | None = None  # number of experts of the model, 0 for none; None if nothing says it
+    # worst_tokens, worst_sequences: the WORST_COUNT worst tokens and sequences of the run, worst first
     worst_tokens: list[WorstToken] = field(default_factory=list)
     worst_sequences: list[WorstSequence] = field(default_factory=list)
-    files: int = 0
-    left_out: dict[Path, str] = field(default_factory=dict)
+    files: int = 0  # number of files, those that were left out included
+    left_out: dict[Path, str] = field(default_factory=dict)  # damaged files that were left out, with the error of each
+    # files that were left out because a later recording has begun their steps again
     superseded: set[Path] = field(default_factory=set)
-    without_checksum: int = 0
+    without_checksum: int = 0  # number of files without a checksum, which earlier versions wrote
 
     def add(self, other: RunStatistics) -> None:
         """Add the statistics of another part of the run; the order of additions changes only the rounding."""

@@ -141,19 +141,18 @@ class StepSums:
     ``sums["k3"]`` reads one of them, ``sums["k3"] = 1.0`` sets it.
 
     Attributes:
-        sums: [len(SUMS)], in the order of :data:`SUMS`.
-        bootstrap: [BOOTSTRAP_REPLICATES, len(BOOTSTRAP_SUMS)].
-        maskable: [2], number and ``capped_abs`` of the trained tokens of the records that contain decisions of masks.
-        removed: the same over the tokens that a mask removes, for each mask by its label.
-        versions: smallest and largest weight version of the samples; (inf, -inf) if none was recorded.
-        groups: ``capped_abs`` and ``one_minus_p`` of each prompt group, by its number, without the tokens with faulty
-            log-probs; empty for several steps.
+        groups: ``capped_abs`` and ``one_minus_p`` of each prompt group, by its number, without the tokens with
+            faulty log-probs; empty for several steps.
     """
 
-    sums: Array = field(default_factory=lambda: np.zeros(len(SUMS)))
+    sums: Array = field(default_factory=lambda: np.zeros(len(SUMS)))  # [len(SUMS)], in the order of SUMS
+    # [BOOTSTRAP_REPLICATES, len(BOOTSTRAP_SUMS)]
     bootstrap: Array = field(default_factory=lambda: np.zeros((BOOTSTRAP_REPLICATES, len(BOOTSTRAP_SUMS))))
+    # [2], number and capped_abs of the trained tokens of the records that contain decisions of masks
     maskable: Array = field(default_factory=lambda: np.zeros(2))
+    # the same over the tokens that a mask removes, for each mask by its label
     removed: dict[str, Array] = field(default_factory=dict)
+    # smallest and largest weight version of the samples; (inf, -inf) if none was recorded
     versions: tuple[float, float] = (np.inf, -np.inf)
     groups: dict[int, Array] = field(default_factory=dict)
 

@@ -72,18 +72,12 @@ class Quantity:
 
 @dataclass(frozen=True)
 class HealthLimit(Quantity):
-    """A number with two limits.
+    """A number with two limits."""
 
-    Attributes:
-        drifting, broken: the limits.
-        source: where the limits come from.
-        is_minimum: True if values below the limits are bad, False if values above are.
-    """
-
-    drifting: float
+    drifting: float  # drifting, broken: the limits
     broken: float
-    source: str
-    is_minimum: bool = False
+    source: str  # where the limits come from
+    is_minimum: bool = False  # True if values below the limits are bad, False if values above are
     has_interval: bool = field(default=True, kw_only=True)
 
     @property
@@ -234,17 +228,11 @@ BIN_SUMS = (
 
 
 class BinMeasures(NamedTuple):
-    """Measures of the tokens in each bin of a dimension; NaN for a bin without tokens.
+    """Measures of the tokens in each bin of a dimension; NaN for a bin without tokens."""
 
-    Attributes:
-        measures: by the names of :data:`BIN_DEFINITIONS`, [bins].
-        rate: [bins], mean |Δ| over mean 1 − p.
-        error: [bins], relative standard error of the rate, over sequences.
-    """
-
-    measures: dict[str, Array]
-    rate: Array
-    error: Array
+    measures: dict[str, Array]  # by the names of BIN_DEFINITIONS, [bins]
+    rate: Array  # [bins], mean |Δ| over mean 1 − p
+    error: Array  # [bins], relative standard error of the rate, over sequences
 
 
 def measure_bins(bin_sums: Array) -> BinMeasures:

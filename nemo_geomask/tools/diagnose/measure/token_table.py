@@ -39,18 +39,12 @@ SEQUENCE_NAMES = ("environment", "replica")
 
 @dataclass(frozen=True, eq=False)
 class SequenceColumns:
-    """What is recorded of S sequences.
+    """What is recorded of S sequences."""
 
-    Attributes:
-        step, row: int64 [S].
-        numbers: by name of ``SEQUENCE_NUMBERS``, float64 [S].
-        names: by name of ``SEQUENCE_NAMES``, object [S].
-    """
-
-    step: Array
-    row: Array
-    numbers: Mapping[str, Array]
-    names: Mapping[str, Array]
+    step: Array  # int64 [S]
+    row: Array  # int64 [S]
+    numbers: Mapping[str, Array]  # by name of SEQUENCE_NUMBERS, float64 [S]
+    names: Mapping[str, Array]  # by name of SEQUENCE_NAMES, object [S]
 
     @cached_property
     def draws(self) -> Array:
@@ -64,33 +58,19 @@ class SequenceColumns:
 
 @dataclass(frozen=True, eq=False)
 class TokenTable:
-    """M trained tokens, with finite and sound log-probs of both engines.
-
-    Attributes:
-        sequences: their sequences, and maybe others.
-        sequence: int32 [M], index of the token's sequence.
-        position: int32 [M], number of response tokens before it, trained or not.
-        from_end: int32 [M], number of trained tokens of the sequence after it.
-        turn: int32 [M], number of the sequence's trained turns before it.
-        begins_turn: bool [M], True for the first token of a turn.
-        token: int32 [M], its id.
-        gen: float32 [M], log-prob by the generation engine, nats.
-        delta: float32 [M], log-prob by the training engine minus ``gen``, nats.
-        weight: float32 [M], inverse of the probability with which the token was kept.
-        rate: sampling rate of the table.
-    """
+    """M trained tokens, with finite and sound log-probs of both engines, their sequences, and maybe others."""
 
     sequences: SequenceColumns
-    sequence: Array
-    position: Array
-    from_end: Array
-    turn: Array
-    begins_turn: Array
-    token: Array
-    gen: Array
-    delta: Array
-    weight: Array
-    rate: float = ALL_KEPT
+    sequence: Array  # int32 [M], index of the token's sequence
+    position: Array  # int32 [M], number of response tokens before it, trained or not
+    from_end: Array  # int32 [M], number of trained tokens of the sequence after it
+    turn: Array  # int32 [M], number of the sequence's trained turns before it
+    begins_turn: Array  # bool [M], True for the first token of a turn
+    token: Array  # int32 [M], its id
+    gen: Array  # float32 [M], log-prob by the generation engine, nats
+    delta: Array  # float32 [M], log-prob by the training engine minus gen, nats
+    weight: Array  # float32 [M], inverse of the probability with which the token was kept
+    rate: float = ALL_KEPT  # sampling rate of the table
 
     @property
     def step(self) -> Array:
@@ -163,10 +143,8 @@ _TOKEN_COLUMNS: dict[str, Any] = {
 def tabulate(trained: TrainedTokens, mask: Array, owner: Array) -> TokenTable:
     """Return the table of a block's tokens, all of them.
 
-    Args:
-        trained: the tokens.
-        mask: bool [N], the trained tokens of the block, finite or not; turns and ends are counted from it.
-        owner: [N], the sequence of each token of the block.
+    ``owner`` is the sequence of each token of the block, and ``mask`` marks those that train, finite or not; turns and
+    ends are counted from it.
     """
     block, sequence, index = trained.block, trained.sequence, trained.index
     begins_turn = mask & ~np.concatenate([[False], mask[:-1] & (owner[1:] == owner[:-1])])

@@ -20,22 +20,15 @@ MAX_SURPRISE = 20.0
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """The M tokens of one block that enter the loss and have finite log-probs of both engines.
-
-    Attributes:
-        index: [M], index of each token among the block's tokens.
-        sequence: [M], index of each token's sequence in the block.
-        values: [M] each; the names are defined in :mod:`nemo_geomask.tools.diagnose.measure.step_sums`.
-        advantages: [M], or None if they were not recorded.
-    """
+    """The M tokens of one block that enter the loss and have finite log-probs of both engines."""
 
     block: RecordBlock
-    index: Array
-    sequence: Array
-    values: dict[str, Array]
+    index: Array  # [M], index of each token among the block's tokens
+    sequence: Array  # [M], index of each token's sequence in the block
+    values: dict[str, Array]  # [M] each; the names are defined in step_sums
     gen: Array
     prev: Array
-    advantages: Array | None
+    advantages: Array | None  # None if they were not recorded
 
     def sum_per_sequence(self, name: str) -> Array:
         """Return [S], the sums of a value over each sequence's tokens."""

@@ -25,16 +25,15 @@ class RecordBlock:
     Attributes:
         sequences: [S] for each column; ``weight_version``, ``staleness`` and ``reward`` are floats, NaN where not
             recorded; ``environment`` is texts, None where not recorded.
-        tokens: [N] for each column, one sequence after another; columns that were not recorded are absent.
-        offsets: [S+1], index of each sequence's first token, followed by N.
-        removed: bool [N] for each mask, by its label; True where the mask removed the token.
-        trainer: column with the training engine's log-probs, ``prev`` or ``curr``, as chosen for the whole file; empty
-            if the block is the whole file, so that its own sequences decide.
+        trainer: column with the training engine's log-probs, ``prev`` or ``curr``, as chosen for the whole file;
+            empty if the block is the whole file, so that its own sequences decide.
     """
 
     sequences: Mapping[str, Array]
+    # [N] for each column, one sequence after another; columns that were not recorded are absent
     tokens: Mapping[str, Array]
-    offsets: Array
+    offsets: Array  # [S+1], index of each sequence's first token, followed by N
+    # bool [N] for each mask, by its label; True where the mask removed the token
     removed: Mapping[str, Array] = field(default_factory=dict)
     trainer: str = ""
 

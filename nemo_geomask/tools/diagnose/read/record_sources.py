@@ -37,22 +37,14 @@ _LOG_BYTES_PER_RECORD_BYTE = 10
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Files of one run.
-
-    Attributes:
-        directory: the run's folder.
-        records: the flight recorder's files of each step.
-        logs: NeMo-RL's log of each step that the flight recorder has no file of.
-        superseded: files of an earlier recording, of steps that a later one has begun again; they are not read.
-        conflict: why the records can't be read together; empty if they can.
-        skips_damaged: True if damaged files are left out of what is read; else they are an error.
-    """
+    """Files of one run."""
 
     directory: Path
-    records: dict[int, list[Path]]
-    logs: dict[int, Path]
+    records: dict[int, list[Path]]  # the flight recorder's files of each step
+    logs: dict[int, Path]  # NeMo-RL's log of each step that the flight recorder has no file of
+    # files of an earlier recording, of steps that a later one has begun again; they are not read
     superseded: Sequence[Path] = ()
-    conflict: str = ""
+    conflict: str = ""  # why the records can't be read together; empty if they can
     skips_damaged: bool = False
 
     @property

@@ -196,27 +196,19 @@ def _with_advantage(batch: Mapping[str, Tensor], value: float) -> dict[str, Tens
 
 @dataclass
 class CandidateOutcome:
-    """Effect of one candidate, summed over the replayed steps.
-
-    Attributes:
-        candidate: the candidate.
-        sequences: number of sequences with a token that has a gradient.
-        tokens, removed: [len(PARTS)], number of tokens in each part, and of those with the coefficient 0.
-        sums: [1 + REPLICATES, len(_SUMS)], row 0 over all sequences, the other rows over the bootstrap's samples.
-        silent_sums: the same sums over the trained tokens without a gradient, which are in no other sum: their
-            advantage is 0.
-        skipped: steps that the candidate's batch veto would have skipped.
-        metrics: by step, the metrics that the loss reported.
-    """
+    """Effect of one candidate, summed over the replayed steps."""
 
     candidate: Candidate
-    sequences: int = 0
+    sequences: int = 0  # number of sequences with a token that has a gradient
+    # tokens, removed: [len(PARTS)], number of tokens in each part, and of those with the coefficient 0
     tokens: Array = field(default_factory=lambda: np.zeros(len(PARTS)))
     removed: Array = field(default_factory=lambda: np.zeros(len(PARTS)))
+    # [1 + REPLICATES, len(_SUMS)], row 0 over all sequences, the other rows over the bootstrap's samples
     sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, len(_SUMS))))
+    # the same sums over the trained tokens without a gradient, which are in no other sum: their advantage is 0
     silent_sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, len(_SUMS))))
-    skipped: list[int] = field(default_factory=list)
-    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    skipped: list[int] = field(default_factory=list)  # steps that the candidate's batch veto would have skipped
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)  # by step, the metrics that the loss reported
 
     def value(self, measure: str) -> float:
         """Return a measure of :data:`DEFINITIONS`; NaN if no step was trained on."""

@@ -60,26 +60,18 @@ class Curve:
 
 @dataclass(frozen=True)
 class Figure:
-    """One plot.
+    """One plot."""
 
-    Attributes:
-        key: unique name, from which the PNG's file name is derived.
-        y_title: title of the axis; a named view has its name as title instead.
-        views: curves by the name of what they measure; the page shows one view at a time.
-        x_labels: names of the positions on the x axis; empty if the axis has numbers.
-        limits: the values beyond which a run is drifting, and broken; empty if there are none.
-        onsets: the step at which a run's mismatch rose, by index of the run.
-    """
-
-    key: str
+    key: str  # unique name, from which the PNG's file name is derived
     title: str
     definition: str
     section: str
     x_title: str
-    y_title: str
-    views: Mapping[str, Sequence[Curve]]
-    x_labels: tuple[str, ...] = ()
-    limits: tuple[float, ...] = ()
+    y_title: str  # title of the axis; a named view has its name as title instead
+    views: Mapping[str, Sequence[Curve]]  # curves by the name of what they measure; the page shows one view at a time
+    x_labels: tuple[str, ...] = ()  # names of the positions on the x axis; empty if the axis has numbers
+    limits: tuple[float, ...] = ()  # the values beyond which a run is drifting, and broken; empty if there are none
+    # the step at which a run's mismatch rose, by index of the run
     onsets: Mapping[int, int] = field(default_factory=dict)
     is_scatter: bool = False
 

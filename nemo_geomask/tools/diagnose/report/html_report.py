@@ -99,13 +99,9 @@ _SECTIONS = {
 """Title and introduction of each section, by its id, in the order of the page."""
 
 _SECTION_OF_TABLE = {
-    "numbers": "numbers",
-    "causes": "causes",
-    "changes": "steps",
-    "steps": "steps",
-    "circle": "steps",
-    "worst_sequences": "worst",
-    "worst_tokens": "worst",
+    **{key: key for key in ("numbers", "causes", "steps")},
+    **dict.fromkeys(("changes", "circle"), "steps"),
+    **dict.fromkeys(("worst_sequences", "worst_tokens"), "worst"),
 }
 """Section of each table, by the table's key; the tables by dimension, which are not listed, are in ``parts``."""
 

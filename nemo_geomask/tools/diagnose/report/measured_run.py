@@ -23,22 +23,16 @@ _IGNORED_SETTINGS = ("record", "audit_fraction", "batch_veto", "metrics")
 class MeasuredRun:
     """Measurements over the last third of a recorded run.
 
-    Attributes:
-        steps: first and last of them.
-        mismatch_kl: mean of exp(Δ) − 1 − Δ, nats a token.
-        interval: its confidence interval over sequences.
-        response_tokens: mean number of trained tokens of a response, at least 1.
-        staleness: mean staleness in steps; NaN if it was not recorded.
-        kept: share of tokens or sequences that each mask of the recipe keeps in the last steps, by the mask's label. It
-            is measured by replaying the loss, with π_old in place of the current policy.
+    ``kept`` has the share of tokens or sequences that each mask of the recipe keeps in the last steps, by the mask's
+    label. It is measured by replaying the loss, with π_old in place of the current policy.
     """
 
     directory: Path
-    steps: tuple[int, int]
-    mismatch_kl: float
-    interval: tuple[float, float]
-    response_tokens: int
-    staleness: float
+    steps: tuple[int, int]  # the first and the last
+    mismatch_kl: float  # mean of exp(Δ) − 1 − Δ, nats a token
+    interval: tuple[float, float]  # its confidence interval over sequences
+    response_tokens: int  # mean number of trained tokens of a response, at least 1
+    staleness: float  # mean, in steps; NaN if it was not recorded
     kept: Mapping[str, float] = field(default_factory=dict)
 
 

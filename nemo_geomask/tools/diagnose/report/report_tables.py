@@ -125,17 +125,10 @@ def _cause_table(diagnosis: RunDiagnosis) -> Table:
         state: str = "not judged" if diagnosis.unjudged_reason else detection.state
         state += ", a place" if state == "shown" and cause.is_place else ""
         description = detection.description + (f"; a test needs {detection.needs}" if state == "not testable" else "")
-        rows.append(
-            (
-                cause.id,
-                state,
-                *_share_cells(diagnosis, cause.id),
-                # A value that can't be judged would look like a verdict beside its threshold.
-                math.nan if state == "not testable" else float(detection.value),
-                f"> {cause.threshold:g}",
-                description,
-            )
-        )
+        # A value that can't be judged would look like a verdict beside its threshold.
+        value = math.nan if state == "not testable" else float(detection.value)
+        cells = _share_cells(diagnosis, cause.id)
+        rows.append((cause.id, state, *cells, value, f"> {cause.threshold:g}", description))
     definitions = {
         cause.id: f"{cause.name}; shown if the measured value exceeds the threshold, {cause.rationale}"
         for cause in CAUSES

@@ -66,17 +66,11 @@ class RunWatcher:
             folder: verdict.explanation if verdict.health == "unknown" else verdict.health
             for folder, verdict in verdicts.fallbacks.items()
         }
+        new_runs = {folder for folder, key in run_keys.items() if self._reported_runs.get(folder) != key}
+        new_fallbacks = {folder for folder, key in fallback_keys.items() if self._reported_fallbacks.get(folder) != key}
         changed = RunVerdicts(
-            [
-                run
-                for run in verdicts.judged
-                if self._reported_runs.get(run.files.directory) != run_keys[run.files.directory]
-            ],
-            {
-                folder: verdict
-                for folder, verdict in verdicts.fallbacks.items()
-                if self._reported_fallbacks.get(folder) != fallback_keys[folder]
-            },
+            [run for run in verdicts.judged if run.files.directory in new_runs],
+            {folder: verdict for folder, verdict in verdicts.fallbacks.items() if folder in new_fallbacks},
         )
         self._reported_runs |= run_keys
         self._reported_fallbacks = fallback_keys

@@ -49,10 +49,6 @@ def test_noise_is_that_of_one_value(count):
     assert step_noise(np.asarray(values)) == pytest.approx(noise(values), rel=1e-12)
 
 
-def test_noise_of_many_values_is_their_standard_deviation():
-    assert step_noise(np.asarray(drawn(20_000, 0.3))) == pytest.approx(0.3, rel=0.03)
-
-
 def test_a_steady_rise_is_no_noise():
     assert step_noise(np.arange(9.0)) == 0.0
 
@@ -114,13 +110,6 @@ def best_fit(values, min_before=3, min_after=2):
     return best[1:]
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_a_change_is_the_best_fit_and_a_slope_must_be_clearly_better(seed):
-    values = [value + (seed % 3) * 0.1 * max(0, step - 5) for step, value in enumerate(drawn(12, 0.3, seed))]
-    found = find_change(values, 0.05)
-    assert (found.first, found.is_gradual) == best_fit(values)
-
-
 @pytest.mark.parametrize("offset", [0.0, -20.7, 1e6, -1e8])
 @pytest.mark.parametrize("seed", range(20))
 def test_a_change_is_the_best_fit_wherever_it_is_and_however_far_from_zero(seed, offset):
@@ -153,10 +142,6 @@ def test_equal_values_have_their_first_change_and_no_rise(value):
     found = find_change([value] * 1000, 0.05)
     assert (found.first, found.is_gradual) == (3, False)
     assert found.rise == pytest.approx(0.0, abs=1e-9)
-
-
-def test_of_equal_fits_the_first_is_meant():
-    assert find_change([0.0] * 9, 0.05).first == 3
 
 
 @pytest.mark.parametrize("shape", [lambda steps: steps, math.log1p], ids=["line", "logarithm"])
@@ -302,22 +287,18 @@ def sums_of(mean_of_prob_error, *, spread=0.0, tokens=10.0, sequences=40.0):
 
 
 @pytest.mark.parametrize(
-    ("value", "health"), [(1.04, "healthy"), (1.05, "healthy"), (1.2, "drifting"), (1.5, "drifting"), (1.6, "broken")]
+    ("value", "spread", "health"),
+    [
+        *((1.04, 0.0, "healthy"), (1.05, 0.0, "healthy"), (1.2, 0.0, "drifting"), (1.5, 0.0, "drifting")),
+        *((1.6, 0.0, "broken"), (1.1, 0.1, "healthy"), (1.2, 0.1, "drifting"), (1.55, 0.1, "drifting")),
+        (1.7, 0.1, "broken"),
+    ],
 )
-def test_a_maximum_is_judged_against_both_limits(value, health):
-    reading = LIMITS["token_mult_prob_error"].read(sums_of(value))
-    assert reading.health == health
-    assert (reading.value, reading.low, reading.high) == pytest.approx((value, value, value))
-
-
-@pytest.mark.parametrize(
-    ("value", "health"), [(1.1, "healthy"), (1.2, "drifting"), (1.55, "drifting"), (1.7, "broken")]
-)
-def test_a_maximum_is_exceeded_by_the_whole_interval(value, health):
-    # The interval is value ± 0.095; its lower end is the one that counts.
-    reading = LIMITS["token_mult_prob_error"].read(sums_of(value, spread=0.1))
-    assert (reading.low, reading.high) == pytest.approx((value - 0.095, value + 0.095))
-    assert reading.health == health
+def test_a_maximum_is_exceeded_by_the_whole_interval(value, spread, health):
+    # The interval is value ± 0.95 times the spread; its lower end is the one that counts.
+    reading = LIMITS["token_mult_prob_error"].read(sums_of(value, spread=spread))
+    assert (reading.low, reading.high) == pytest.approx((value - 0.95 * spread, value + 0.95 * spread))
+    assert (reading.value, reading.health) == (pytest.approx(value), health)
 
 
 @pytest.mark.parametrize(

@@ -82,20 +82,6 @@ def test_every_dimension_holds_every_token_once(block):
     assert len(statistics.tokens) == statistics.steps[5]["tokens"]
 
 
-def test_turns_and_positions_are_counted_within_the_response():
-    mask = np.array([0, 1, 1, 0, 1, 0, 0, 1], bool)
-    tokens = {
-        "tokens": np.arange(8, dtype=np.int32),
-        "mask": mask,
-        **{name: np.where(mask, -1.0, 0).astype(np.float32) for name in ("gen", "prev")},
-    }
-    rows = {"step": [1, 1], "row": [0, 1], "group": [0, 0], "length": [5, 3], "prompt_length": [1, 2]}
-    sequences = {name: np.array(values) for name, values in rows.items()} | {"sample_mask": np.ones(2, np.float32)}
-    window = survey_block(RecordBlock(sequences, tokens, np.array([0, 5, 8]))).windows[1]
-    assert window.bin_sums["turn"][:, 0].tolist()[:2] == [3, 1]
-    assert window.bin_sums["length"][0, 0] == 4
-
-
 def test_two_dimensions_at_once_are_those_of_plain_loops(block):
     block.tokens["entropy"] = np.where(np.arange(len(block.tokens["mask"])) % 7, block.tokens["gen"] ** 2, np.nan)
     dimension_pairs = [("entropy", "advantage"), ("turn", "probability"), ("turn", "entropy")]
@@ -168,21 +154,6 @@ def test_sums_by_environment_are_those_of_plain_loops(block):
     # Neither a run without names nor one with an older record's columns has any.
     assert survey_block(with_environments(block, [None])).windows[5].environment_sums == {}
     assert survey_block(block).windows[5].environment_sums == {}
-
-
-def test_files_with_different_environments_add_up(block):
-    other = replace(planted_step(4, 6, None, 0.0, shape=SHAPE))
-    blocks = [with_environments(block, ["math", "code"]), with_environments(other, ["swe", "code", None])]
-    merged = RunStatistics()
-    for one in blocks:
-        merged.add(survey_block(one))
-    window = merged.merge_windows()
-    expected = sums_by_environment(blocks)
-    assert window.environments == expected.keys() == {"math", "code", "swe"}
-    for name, sums in measured_by_environment(window).items():
-        np.testing.assert_allclose(sums, expected[name], rtol=1e-10)
-    bins = window.by_environment(["code", "math", "not there"])
-    assert bins[:, 0].tolist() == [expected["code"][0], expected["math"][0], 0, expected["swe"][0]]
 
 
 @pytest.mark.parametrize("seed", range(5))

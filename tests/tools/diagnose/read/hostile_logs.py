@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-__all__ = [
-    "HOSTILE_LOGS",
-    "HOSTILE_METRICS",
-    "HOSTILE_SWEEPS",
-    "HOSTILE_TABLES",
-    "valid_line",
-    "valid_lines",
-    "valid_sweep",
-]
 
 LOG, METRICS = "train_data_step1.jsonl", "metrics.jsonl"
 GIGABYTE = 2**30
@@ -65,16 +53,6 @@ def sparse(prefix: bytes) -> Plant:
         os.truncate(path, GIGABYTE)
 
     return plant
-
-
-def bind_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as server:
-        folder = os.getcwd()
-        os.chdir(path.parent)  # the name of a socket may have 108 bytes only
-        try:
-            server.bind(path.name)
-        finally:
-            os.chdir(folder)
 
 
 def event_link(target: str) -> Plant:
@@ -124,46 +102,28 @@ HOSTILE_LOGS: dict[str, tuple[Plant, str]] = {
     # name: what is planted as train_data_step1.jsonl, and what the error must say
     "fifo": (os.mkfifo, "is a FIFO"),
     "device": (lambda path: path.symlink_to("/dev/zero"), "is a character device"),
-    "socket": (bind_socket, "can't be read"),
     "folder": (lambda path: path.mkdir(), "can't be read"),
     "dangling link": (lambda path: path.symlink_to("nowhere"), LOG),
     "link to itself": (unreadable_loop, LOG),
     "empty": (content(b""), "no sequence"),
-    "blank lines": (content(b"\n\n\n"), "not JSON"),
     "binary": (content(lambda: os.urandom(2**20)), "not JSON"),
-    "zero bytes": (content(bytes(2**20)), "no sequence"),
     "invalid UTF-8": (content(b'{"idx": "\xff\xfe"}\n'), "not JSON"),
-    "UTF-16": (content(valid_line().decode().encode("utf-16")), LOG),
-    "gzip": (content(b"\x1f\x8b\x08\x00" + bytes(100) + b"\n"), "not JSON"),
     "1 GB line": (sparse(b'{"x": "'), "line_bytes"),
     "1 GB line after a good one": (sparse(valid_line()), "line_bytes"),
-    "list nested 300 deep": (content(lambda: unknown_key(nested(300))), "nesting"),
-    "list nested 900 deep": (content(lambda: unknown_key(nested(900))), "nesting"),
     "list nested 50,000 deep": (content(lambda: unknown_key(nested(50_000))), "nesting"),
     "objects nested 900 deep": (content(lambda: unknown_key(nested(900, b'{"a":', b"0}")[:-1] + b"}")), LOG),
     "unclosed brackets": (content(lambda: b"[" * 90_000 + b"\n"), "nesting"),
     "10 million lists": (content(lambda: unknown_key(b"[" + b"[]," * 10_000_000 + b"0]")), "line_containers"),
-    "10 million objects": (content(lambda: unknown_key(b"[" + b"{}," * 10_000_000 + b"0]")), "line_containers"),
     "20 MB string": (content(lambda: unknown_key(HUGE_STRING)), "string_characters"),
-    "20 MB string in a list": (content(lambda: unknown_key(b"[" + HUGE_STRING + b"]")), "string_characters"),
     "20 MB key": (content(lambda: valid_line().replace(b'"idx"', HUGE_STRING)), "string_characters"),
     "20 MB number": (content(lambda: unknown_key(b"1" * 20_000_000)), "not JSON"),
-    "5,000 digits": (content(lambda: unknown_key(b"1" * 5000)), "not JSON"),
     "list at the top": (content(b"[1, 2]\n"), "has no input_lengths"),
-    "string at the top": (content(b'"x"\n'), "has no input_lengths"),
-    "missing keys": (content(b'{"idx": 0}\n'), "has no input_lengths"),
     "negative length": (log(input_lengths=[-1]), "input_lengths = -1"),
     "length beyond the lists": (log(input_lengths=[10**12]), "input_lengths = 1000000000000"),
-    "length of 1e300": (log(input_lengths=[1e300]), "must hold at least input_lengths"),
     "length without a number": (log(input_lengths=["four"]), "a value that NeMo-RL does not write"),
-    "infinite length": (log(input_lengths=[float("inf")]), "a value that NeMo-RL does not write"),
     "object for tokens": (log(token_ids=[{"a": 1}]), "a value that NeMo-RL does not write"),
-    "strings for tokens": (log(token_ids=[["a", "b", "c", "d"]]), "a value that NeMo-RL does not write"),
-    "tokens beyond 32 bits": (log(token_ids=[[1, 2, 3, 2**40]]), "a value that NeMo-RL does not write"),
     "nested log-probs": (log(prev_logprobs=[[[1.0], [2.0], [3.0], [4.0]]]), "prev_logprobs must hold"),
-    "lists of two lengths": (log(prev_logprobs=[[[1.0], 2.0, 3.0, 4.0]]), "a value that NeMo-RL does not write"),
     "row beyond 32 bits": (log(idx=2**63), "a value that NeMo-RL does not write"),
-    "negative row": (log(idx=-1), "a value that NeMo-RL does not write"),
     "reward of text": (log(rewards=["good"]), "a value that NeMo-RL does not write"),
 }
 HOSTILE_METRICS: dict[str, tuple[Plant, str]] = {
@@ -172,15 +132,10 @@ HOSTILE_METRICS: dict[str, tuple[Plant, str]] = {
     "empty": (content(b""), "holds neither records"),
     "binary": (content(lambda: os.urandom(2**20) + b"\n"), "not JSON"),
     "1 GB": (sparse(b'{"step": 1}\n'), "metrics_bytes"),
-    "100 MB line": (content(lambda: b'{"step": "' + b"a" * 100_000_000 + b'"}\n'), "line_bytes"),
     "nested 50,000 deep": (content(lambda: nested(50_000) + b"\n"), "nesting"),
     "infinite step": (content(b'{"step": Infinity, "token_mult_prob_error": 1.0}\n'), "not an object with a step"),
     "number beyond a float": (content(b'{"step": 1, "gen_kl_error": ' + b"9" * 400 + b"}\n"), "not an object with"),
     "list": (content(b"[1, 2]\n"), "not an object with a step"),
-    "step of 400 digits": (
-        content(b'{"step": ' + b"1" * 400 + b', "gen_kl_error": 0.1}\n'),
-        "not an object with a step",
-    ),
     "too many numbers": (content(lambda: b'{"step":1,"a":1}\n' * 1_100_000), "metric_values"),
     "link of events to nowhere": (event_link("nowhere"), "can't be read"),
     "link of events to itself": (event_link("events.out.tfevents.1"), "can't be read"),
@@ -191,8 +146,6 @@ HOSTILE_TABLES: dict[str, tuple[dict[str, Any], str]] = {
     "steps that are NaN": ({"step": [math.nan, 1.0], "gen_kl_error": [0.1, 9.0]}, "its steps are of type double"),
     "steps that are missing": ({"step": [1, None, 3], "gen_kl_error": [0.1, 9.0, 0.1]}, "rows without a step"),
     "steps that are lists": ({"step": [[1], [2]], "gen_kl_error": [0.1, 9.0]}, "its steps are of type list"),
-    "steps that are objects": ({"step": [{"a": 1}], "gen_kl_error": [0.1]}, "its steps are of type struct"),
-    "steps that are times": ({"step": [datetime.datetime(2026, 1, 1)], "x": [0.1]}, "its steps are of type timestamp"),
     "no steps": ({"gen_kl_error": [0.1]}, "not the lab's table"),
 }
 HOSTILE_SWEEPS: dict[str, tuple[Plant, str]] = {

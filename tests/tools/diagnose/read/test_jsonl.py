@@ -1,6 +1,5 @@
 """NeMo-RL's logs are converted to records: padding, NaN, and lines that are still being written."""
 
-import json
 import math
 import os
 
@@ -39,20 +38,7 @@ def test_rows_lose_their_padding_and_keep_every_bit(tmp_path):
     assert block.tokens["tokens"].tolist() == [5, 6, 7, 8, 9, 5, 6, 1, 7, 6, 1, 2]
     assert block.tokens["gen"][:5].tobytes() == gen.tobytes()
     assert block.tokens["prev"][:5].tobytes() == (gen * np.float32(1.25)).tobytes()
-    assert block.tokens["mask"].tolist() == [
-        False,
-        False,
-        True,
-        True,
-        True,
-        False,
-        False,
-        True,
-        False,
-        True,
-        True,
-        True,
-    ]
+    assert block.tokens["mask"].astype(int).tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 1]
     assert block.sequences["step"].tolist() == [7, 7, 7]
     assert block.sequences["group"].tolist() == [0, 0, 1]  # by the prompt's tokens
     assert block.sequences["sample"].tolist() == [0, 1, 0]
@@ -110,21 +96,6 @@ def test_nan_and_infinity_are_read(tmp_path):
     record = read_record(convert_log(path, tmp_path)).tokens["gen"]
     assert math.isnan(record[1])
     assert record[2] == -math.inf
-
-
-def test_an_incomplete_last_line_is_ignored(tmp_path):
-    path = write_log(tmp_path, 1, [log_row([1, 2, 3], prompt=1)] * 3)
-    text = path.read_text()
-    path.write_text(text[: len(text) - 40])
-    assert len(read_record(convert_log(path, tmp_path))) == 2
-
-
-def test_an_incomplete_line_elsewhere_is_an_error(tmp_path):
-    path = write_log(tmp_path, 1, [log_row([1, 2, 3], prompt=1)] * 3)
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text(lines[0] + lines[1][:30] + "\n" + lines[2])
-    with pytest.raises(DataError, match=r"train_data_step1\.jsonl:2: not JSON"):
-        convert_log(path, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -203,13 +174,6 @@ def test_a_record_replaces_the_log_of_its_step(tmp_path):
     (run,) = find_runs([tmp_path])
     assert run.paths() == [tmp_path / "train_data_step1.jsonl", record]
     assert run.logs.keys() == {1}
-
-
-def test_a_file_that_is_not_a_record_is_an_error(tmp_path):
-    path = tmp_path / "step-0000001-x.parquet"
-    path.write_text(json.dumps({}))
-    with pytest.raises(DataError, match="can't be read as a record"):
-        list(read_blocks(path))
 
 
 def process_id(path):

@@ -175,11 +175,6 @@ def test_a_run_against_another_over_the_steps_of_both(tmp_path, capsys):
     assert "can't be combined with --against" in capsys.readouterr().err
 
 
-def test_nothing_to_read_is_an_error(tmp_path, capsys):
-    assert main(["diagnose", str(tmp_path)]) == 2
-    assert "holds neither records" in capsys.readouterr().err
-
-
 def test_a_run_that_cannot_be_read_does_not_stop_the_others(tmp_path, capsys):
     good, bad, empty = write_steps(tmp_path / "good", range(1, 4)), tmp_path / "bad", tmp_path / "empty"
     for folder in (bad, empty):

@@ -17,7 +17,7 @@ pytest.importorskip("plotly", reason="the page embeds plotly (diagnose extra)")
 pytest.importorskip("jinja2", reason="the page is a template (diagnose extra)")
 
 from nemo_geomask.cli import main
-from nemo_geomask.errors import DataError, MissingDependencyError
+from nemo_geomask.errors import DataError
 from nemo_geomask.tools.diagnose.explain.verdict import diagnose
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.run_survey import survey_run
@@ -341,12 +341,6 @@ def test_a_run_without_a_mismatch_has_a_page(log_probs, tmp_path):
     text = Page((tmp_path / "x.html").read_text(encoding="utf-8")).text
     assert ("not judged" in text) == (log_probs == "none")
     write_pngs(diagnosis_figures([diagnosis])[:3], ["a"], tmp_path)
-
-
-def test_a_missing_package_names_the_extra(diagnoses, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
-    with pytest.raises(MissingDependencyError, match=r"nemo-geomask\[diagnose\]"):
-        write_page(tmp_path / "x.html", [ReportedRun("a", "a", diagnoses[0])])
 
 
 def test_colours_have_enough_contrast_on_both_pages():

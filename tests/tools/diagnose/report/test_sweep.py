@@ -15,7 +15,6 @@ from nemo_geomask.tools.diagnose.planted_logs import RunShape
 from nemo_geomask.tools.diagnose.report.correction_sweep import padded_batch, replay, select_compatible
 from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES, GRID, Candidate, split_recipe_loss
 from nemo_geomask.tools.diagnose.report.sweep_command import (
-    explain_no_recommendation,
     format_loss_block,
     pareto_front,
     recommend,
@@ -253,13 +252,6 @@ def test_a_ratio_against_the_generation_engine_corrects(batch):
     _, weighted = replay([(1, batch)], [NO_CORRECTION, BY_NAME["weight token"]], {"name": "clipped_pg", **wide})
     for key in ("bias", "variance", "ess"):
         assert anchored.value(key) == pytest.approx(weighted.value(key), rel=1e-4, abs=1e-6), key
-
-
-def test_records_without_a_trained_token_say_so():
-    made = block()
-    made.tokens["mask"][:] = False
-    with pytest.raises(DataError, match="no token of the replayed steps is trained"):
-        explain_no_recommendation(replay([(1, padded_batch([made])[0])]))
 
 
 def test_tokens_with_an_advantage_of_zero_are_counted_apart(batch):
