@@ -235,23 +235,6 @@ class SequencePackingLossWrapper:
 
     def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks):
         return "NeMo-RL's own"
-
-
-class SequencePackingFusionLossWrapper:
-    def __init__(
-        self,
-        loss_fn,
-        prepare_fn,
-        cu_seqlens_q,
-        cu_seqlens_q_padded=None,
-        vocab_parallel_rank=None,
-        vocab_parallel_group=None,
-        context_parallel_group=None,
-    ):
-        self.loss_fn = loss_fn
-
-    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks):
-        return "NeMo-RL's own"
 """
 
 
@@ -332,7 +315,7 @@ def write(
         "algorithms/__init__.py": "",
         "algorithms/loss/__init__.py": "from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn\n",
         "algorithms/loss/loss_functions.py": loss,
-        "algorithms/loss/wrapper.py": WRAPPER,
+        "algorithms/loss/wrapper.py": WRAPPER + WRAPPER.replace("PackingLoss", "PackingFusionLoss"),
         "algorithms/loss/utils.py": UTILS,
         "algorithms/grpo.py": ALGORITHM.format(call=call, setup=setup) + TRAINER,
         "models/__init__.py": "",

@@ -70,19 +70,16 @@ def _sparse(folder: Path) -> None:
         file.truncate(50 << 30)
 
 
-# Recipes that exceed a limit, with the limit that the error must name.
+# Recipes that exceed a limit, with the limit that the error must name; test_input_limits.py has those of YAML alone.
 OVER_A_LIMIT: dict[str, tuple[Recipe, str]] = {
     "alias bomb of merges": (_aliases("{x: 1}", "{{<<: [{}]}}"), "nodes"),
-    "alias to itself": ("a: &a [*a]\n", "nesting"),
     "doubled text": (_chain("xxxxxxxxxx", "a{i}: ${{{p}}}${{{p}}}"), "references"),
-    "doubled long text": (_chain("x" * 100_000, "a{i}: ${{{p}}}${{{p}}}"), "total_characters"),
     "large mapping, often": (
         "a: {" + ", ".join(f"k{i}: 1" for i in range(5000)) + "}\nb: [" + "'${a}', " * 1000 + "]\n",
         "nodes",
     ),
     "squared": (_chain("99999999999", "a{i}: ${{mul:${{{p}}},${{{p}}}}}"), "number_digits"),
     "repeated text": ("a: ${mul:x,1000000000}\n", "string_characters"),
-    "repeated text in a section of paths": ("data: {a: '${mul:x,1000000000}'}\n", "string_characters"),
     "decoded text": ("a: '" + "[" * 200_000 + "'\nb: ${oc.decode:${a}}\n", "reference_characters"),
     "open references": ("a: '" + "${" * 60_000 + "'\n", "reference_characters"),
     "references nested by resolvers": ("a: ${" + "mul:1,${" * 400 + "mul:1,1}" + "}" * 400 + "\n", "nesting"),
@@ -94,15 +91,11 @@ OVER_A_LIMIT: dict[str, tuple[Recipe, str]] = {
     "many large parents": (_many_large_parents, "nodes"),
     "many parents beside a large one": (_parents_of_a_large_one, "merged_settings"),
     "sparse file of 50 GB": (_sparse, "file_bytes"),
-    "open brackets": ("a: " + "[" * 1_000_000, "nesting"),
-    "dashes 3000 deep": ("- " * 3000 + "a", "nesting"),
     "long name of a large section": (
         "? " + "x" * 900_000 + "\n: {" + ", ".join(f"k{i}: 1" for i in range(5000)) + "}\n" + VALID,
         "total_characters",
     ),
     "name of many parts": ("? " + ".".join("a" * 400_000) + "\n: 1\n" + VALID, "nesting"),
-    "300,000 empty items": ("a:\n" + "-\n" * 300_000, "nodes"),
-    "integer to base 60": ("a: 1" + ":59" * 200_000, "number_digits"),
 }
 
 # Recipes that can't be read, without a limit being exceeded.
@@ -117,10 +110,7 @@ MALFORMED: dict[str, Recipe] = {
     "two documents": "a: 1\n---\nb: 2\n",
     "a list": "- 1\n",
     "python object": "a: !!python/object/apply:os.system ['touch executed']\n",
-    "python module": "a: !!python/module:antigravity\n",
     "unknown tag": "a: !thing {b: 1}\n",
-    "integer tag on a word": "a: !!int x\n",
-    "mapping as a key": "? {a: b}\n: 1\n",
     "division by zero": "a: ${div:1,0}\n",
     "sum of a word and a number": "a: ${add:x,1}\n",
     "unknown resolver": "a: ${shell:ls}\n",

@@ -123,21 +123,8 @@ def test_an_error_names_the_file_of_the_setting_once(tmp_path, capsys):
 
 
 VALUES = [
-    None,
-    True,
-    "",
-    "x",
-    [],
-    [1],
-    ["a", "b", "c"],
-    -1,
-    0,
-    10**400,
-    float("inf"),
-    float("nan"),
-    1e308,
-    b"x",
-    {1: 2},
+    *(None, True, "", "x", [], [1], ["a", "b", "c"], b"x", {1: 2}),
+    *(-1, 0, 10**400, float("inf"), float("nan"), 1e308),
 ]
 
 
