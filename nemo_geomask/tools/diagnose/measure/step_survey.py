@@ -188,12 +188,9 @@ def _worst_sequences(trained: TrainedTokens, step: int) -> list[WorstSequence]:
 
 def _worst_tokens(trained: TrainedTokens, step: int) -> list[WorstToken]:
     block, abs_delta = trained.block, trained.values["abs_delta"]
-    if len(abs_delta) > WORST_COUNT:
-        chosen: Array = np.argpartition(-abs_delta, WORST_COUNT)[:WORST_COUNT]
-    else:
-        chosen = np.arange(len(abs_delta))
+    count = min(WORST_COUNT, len(abs_delta))
     worst = []
-    for place in chosen.tolist():
+    for place in np.argpartition(-abs_delta, count - 1)[:count].tolist() if count else ():
         index, sequence = int(trained.index[place]), int(trained.sequence[place])
         begin = int(block.offsets[sequence])
         context = tuple(block.tokens["tokens"][max(begin, index - CONTEXT_TOKENS) : index + 1].tolist())

@@ -22,8 +22,13 @@ from nemo_geomask.tools.diagnose.report.html_report import short_names, write_re
 from nemo_geomask.tools.diagnose.report.json_formats import DiagnoseOutput, LogVerdictJson
 from nemo_geomask.tools.diagnose.report.json_report import diagnosis_json
 from nemo_geomask.tools.diagnose.report.report_tables import STEP, Decode, diagnosis_tables, print_tables
-from nemo_geomask.tools.diagnose.report.run_verdicts import OverallHealth, RunVerdicts, find_recorded_runs, judge_runs
-from nemo_geomask.tools.diagnose.report.run_watch import RunWatcher
+from nemo_geomask.tools.diagnose.report.run_verdicts import (
+    OverallHealth,
+    RunVerdicts,
+    RunWatcher,
+    find_recorded_runs,
+    judge_runs,
+)
 from nemo_geomask.tools.diagnose.report.sweep_section import read_sweep
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, to_json
 from nemo_geomask.tools.shared.terminal_text import escape_line
