@@ -80,6 +80,8 @@ def rank_causes(detections: Mapping[str, Detection], evidence: Evidence) -> list
         shown.pop("zero_logprobs", None)
     if {"filtered", "temperature", "scaled", "stale_engine"} & set(shown):
         shown.pop("biased_weight", None)  # it follows from any of them
+    if "temperature" in shown:
+        shown.pop("precision", None)  # noise has no tilt
     if "routing" in shown:
         shown.pop("few_tokens", None)  # the tokens whose experts differ
     sums = _disjoint_sums({id_: detections[id_] for id_ in shown}, evidence)

@@ -66,7 +66,7 @@ def _place(id_: str, name: str, factors: tuple[str, ...], *likely: str, tell: st
 CAUSES: tuple[Cause, ...] = (
     Cause(
         "filtered",
-        "log-probs renormalised by top-p or top-k in the generation engine only",
+        "log-probs normalised over fewer tokens in the generation engine (top-p, top-k, min-p)",
         is_bug=True,
         threshold=0.005,
         rationale=(
@@ -74,8 +74,9 @@ CAUSES: tuple[Cause, ...] = (
             f"1 in every bin of probability, and tokens of 2 nats of surprise or more are needed; {_SOURCE}"
         ),
         action=(
-            "sample with top_p: 1.0 and top_k: null, or have the training engine filter its logits as the sampler "
-            "does, which NeMo-RL does for policy.generation.top_p and top_k"
+            "sample with top_p: 1.0 and top_k: null, without min_p and bad words, or have the training engine filter "
+            "its logits as the sampler does, which NeMo-RL does for policy.generation.top_p and top_k; if the sampler "
+            "has no filter, see that the trainer's softmax leaves out padded rows of the vocabulary"
         ),
         detect=signatures.detect_filter,
     ),

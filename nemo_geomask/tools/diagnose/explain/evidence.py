@@ -19,7 +19,7 @@ from nemo_geomask.tools.diagnose.read.record_reader import Array
 
 MAX_LOG_RATIO = 40.0
 """Log-ratio at which k3 saturates, as in the losses."""
-DetectionState = Literal["shown", "ruled out", "not testable"]
+DetectionState = Literal["shown", "explained", "ruled out", "not testable"]
 
 
 class MismatchSums(NamedTuple):
@@ -186,6 +186,7 @@ class Detection:
         is_open: True if the records could show the cause and leave it open, so that the run can't be called healthy.
         detectable_share: share of |Δ| that the cause must account for to be shown; NaN if it is not known.
         place: the tokens that have it, as a phrase; empty if all tokens do.
+        is_explained: True if the place stands out, but another one explains it.
     """
 
     value: float
@@ -199,12 +200,15 @@ class Detection:
     is_open: bool = False
     detectable_share: float = math.nan
     place: str = ""
+    is_explained: bool = False
 
     @property
     def state(self) -> DetectionState:
         """Outcome of the test; a cause is ruled out only if there was something to compare."""
         if self.is_shown:
             return "shown"
+        if self.is_explained:
+            return "explained"
         return "not testable" if self.needs else "ruled out"
 
 

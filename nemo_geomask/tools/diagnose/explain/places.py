@@ -25,7 +25,7 @@ MIN_SAWTOOTH = 0.8
 """Correlation of the mismatch with the time since the lowest phase above which a cycle is a sawtooth."""
 MIN_TYPICAL_LIFT = 1.3
 """Ratio of the median noise in a region to that elsewhere below which only few of its tokens are worse."""
-MIN_NAMED_EXCESS = 0.3
+MIN_NAMED_EXCESS = 0.6
 """Excess from which a region is named although only few of its tokens are worse."""
 
 
@@ -89,6 +89,9 @@ def _describe_absence(evidence: Evidence, ids: tuple[str, ...], tested: list[flo
     if not tested:
         needs = FACTORS_BY_ID[ids[0]].needs or "tokens of several kinds"
         return Detection(math.nan, "nothing to compare", needs=needs)
+    if evidence.location.regions and not evidence.location.standing_out.isdisjoint(ids):
+        description = f"stands out, which {evidence.location.regions[0].description} explains"
+        return Detection(0.0, description, is_explained=True, detectable_share=min(tested))
     doubtful = next((region for region in evidence.location.doubtful if region.id in ids), None)
     if doubtful is not None:
         description = f"{doubtful.description}: {doubtful.lift:.1f} times the mismatch of the other tokens"

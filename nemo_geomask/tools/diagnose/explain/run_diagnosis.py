@@ -156,7 +156,8 @@ class RunDiagnosis:
         if self.comparison is not None or self.readings["geomask/mismatch_k3"].high < IMMATERIAL_K3:
             return []
         doubtful = sorted(self.evidence.location.doubtful, key=lambda region: -region.excess)[:1]
-        remarks = [
+        remarks = [] if self.since is not None else self._ended_rise()
+        remarks += [
             f"{region.description}: {region.lift:.1f} times the mismatch of the other tokens" for region in doubtful
         ]
         few = self.detections["few_tokens"]
@@ -165,13 +166,24 @@ class RunDiagnosis:
             remarks += [f"{few.description}, with {share:.0%} of k3"] if share > NOTABLE_SHARE else []
         return remarks
 
+    def _ended_rise(self) -> list[str]:
+        """Return that earlier steps were worse, if the verdict is about the steps since."""
+        first, statistics = self.evidence.first_step, self.evidence.statistics
+        before = [step for step in statistics.steps if step < first]
+        if not before or self.evidence.onset is not None:
+            return []
+        worst = max(before, key=lambda step: statistics.steps[step].mean("k3"))
+        k3 = statistics.steps[worst].mean("k3")
+        return [f"steps before {first} were worse (k3 {k3:.2g} at step {worst}), which is over"]
+
     @property
     def explanation(self) -> str:
         """The named cause with its share of the mismatch, followed by the other causes that are shown."""
         if not self.shown:
             period = self.evidence.period
             cycle = "" if period is None else f"; it repeats every {period.steps} steps"
-            return f"no known cause is shown{cycle}"
+            advice = "compare with a good run (--against)"
+            return f"no part of the data stands out, and no known cause is shown{cycle}; {advice}"
         first, *further_causes = self.shown
         text = f"{first.phrase} ({self._evidence_text(first)})"
         text += "; cause not known" if first.cause.is_place else ""

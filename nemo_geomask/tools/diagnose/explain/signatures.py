@@ -49,6 +49,8 @@ MAX_SCALED_DELTA = 0.1
 """Value at which Δ/(1 − p) is clipped, so that of large noise only the sign counts."""
 MAX_SPREAD_OF_FACTOR = 0.3
 """Largest relative deviation of a bin's Δ/surprise from that of all bins, for log-probs scaled by a factor."""
+KNOWN_TO_SAMPLER = {"environment", "replica", "staleness", "step", "group"}
+"""Factors of sequences that may have a sampling distribution of their own: known when they are generated."""
 MIN_RANGE_OF_FACTOR = 8.0
 """Smallest ratio of the largest to the smallest surprise over which Δ is in proportion to it."""
 UNSURE_BIN = int(np.digitize(2.0, SURPRISE_EDGES))
@@ -160,7 +162,7 @@ def _in_scope(detect: Callable[[TokenTable, Evidence, float], Detection]) -> Det
         if outside.is_shown or not regions or regions[0].excess < 0.5:
             return outside
         region = regions[0]
-        if any(factor.is_of_token or factor.id == "sequence" for factor in region.factors):
+        if not {factor.id for factor in region.factors} <= KNOWN_TO_SAMPLER:
             return outside
         inside = detect(evidence.tokens.select(region.is_member), evidence, threshold)
         return replace(inside, place=region.description) if inside.is_shown else outside
@@ -261,7 +263,7 @@ def _detect_temperature(table: TokenTable, evidence: Evidence, threshold: float)
     is_significant = np.abs(shape.tilt) > MIN_BIN_ERRORS * shape.tilt_error
     explained = shape.tokens * np.square(shape.tilt) * is_significant
     up, down = np.where(shape.tilt > 0, explained, 0), np.where(shape.tilt < 0, explained, 0)
-    share = 2 * min(float(up.sum()), float(down.sum())) / squares
+    share = min(2 * min(float(up.sum()), float(down.sum())) / squares, _tilt_by_prev(table))
     description = f"{share:.1%} of the variance of Δ/(1 − p) is a tilt between likely and unlikely tokens"
     if share > threshold:
         # Bins are in the order of falling probability, and the sharper engine has higher log-probs in the first ones.
@@ -275,6 +277,18 @@ def _detect_temperature(table: TokenTable, evidence: Evidence, threshold: float)
     return Detection(
         share, description, share > threshold, needs=needs, explained=_net_mismatch(table, is_used), is_open=is_open
     )
+
+
+def _tilt_by_prev(table: TokenTable) -> float:
+    """Return the tilt between bins of the training engine's probability; noise tilts by one engine's bins alone."""
+    swapped = replace(table, gen=table.gen + table.delta, delta=-table.delta)
+    shape = profile(swapped)
+    if shape is None:
+        return 0.0
+    squares = float((shape.tokens * shape.tilt_square).sum())
+    is_significant = np.abs(shape.tilt) > MIN_BIN_ERRORS * shape.tilt_error
+    parts = [shape.tokens * np.square(shape.tilt) * is_significant * (sign * shape.tilt > 0) for sign in (1, -1)]
+    return 2 * min(float(part.sum()) for part in parts) / max(squares, 1e-30)
 
 
 def _detect_biased_weight(table: TokenTable, evidence: Evidence, threshold: float) -> Detection:

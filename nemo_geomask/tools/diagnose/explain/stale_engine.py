@@ -17,6 +17,9 @@ FAST_GROWTH = 4.0
 """Growth of k3 above which half of the threshold is enough."""
 MIN_RISE_OF_AGE = 0.25
 """Rise of the mean staleness, in steps, that can explain a rise of the mismatch."""
+_PLACES_OF_OLD_WEIGHTS = ("step", "advantage", "staleness", "probability")
+MAX_HELD = 0.3
+"""Excess of other places above which these, and not old weights, hold the mismatch."""
 MIN_STEPS_SINCE_RISE = 3
 """Number of steps since the rise in which k3 can be seen to grow."""
 
@@ -44,24 +47,34 @@ def detect_stale_engine(evidence: Evidence, threshold: float) -> Detection:
             return Detection(0.0, f"the steps were sampled from weight versions {first:.0f} to {last:.0f}")
         needs = "a step at which the mismatch rises, or weight versions (loss_fn.record)"
         return Detection(math.nan, "the mismatch has not risen", needs=needs)
-    z = _advantage_score(evidence.sums_after)
+    z, usual = _advantage_score(evidence.sums_after), _usual_score(evidence)
     third = max(1, len(steps) // 3)
     early, late = (float(np.mean([sums.mean("k3") for sums in part])) for part in (steps[:third], steps[-third:]))
     growth = late / early if early else math.nan
     description = (
-        f"Δ correlates with the advantage by {z:.1f} standard errors, and k3 is {growth:.2g} times as large at the end "
-        "as at the beginning"
+        f"Δ correlates with the advantage by {z:.1f} standard errors ({usual:.1f} as before), and k3 is {growth:.2g} "
+        "times as large at the end as at the beginning"
     )
     # The mismatch of hardly any other cause keeps growing, so a weaker correlation is enough if the growth is fast.
-    is_correlated = z > (threshold / 2 if growth > FAST_GROWTH else threshold)
+    # Samples of a constant age have a correlation of their own, which is there before.
+    is_correlated = z - max(usual, 0.0) > (threshold / 2 if growth > FAST_GROWTH else threshold)
     explained = None if evidence.sums_before is None else evidence.mismatch_beyond(evidence.sums_before)
     needs = ""
     if len(steps) < MIN_STEPS_SINCE_RISE:
         needs = f"{MIN_STEPS_SINCE_RISE} steps since the rise"
     elif is_correlated and _has_aged(evidence):
         needs = "the engine's weights, since the recorded staleness rose with the mismatch and may be its cause"
-    is_shown = is_correlated and not needs and growth > MIN_GROWTH
+    held = sum(region.excess for region in evidence.location.regions if region.id not in _PLACES_OF_OLD_WEIGHTS)
+    is_shown = is_correlated and not needs and growth > MIN_GROWTH and held < MAX_HELD
     return Detection(z, description, is_shown, needs=needs, explained=explained)
+
+
+def _usual_score(evidence: Evidence) -> float:
+    """Return the z-score that *after* would have with the correlation of *before*; 0 if there is none."""
+    before = evidence.sums_before
+    if before is None or not before["sequences"]:
+        return 0.0
+    return _advantage_score(before) * math.sqrt(evidence.sums_after["sequences"] / before["sequences"])
 
 
 def _has_aged(evidence: Evidence) -> bool:

@@ -45,6 +45,8 @@ MAX_LEFT_INFORMATION = 0.15
 """Share of its information below which a region is explained by another one."""
 MIN_PREFERENCE = 1.03
 """Factor by which the information of one of two regions that explain each other must exceed the other's."""
+FREE_CHOICE = {"prompt": 0.7, "sequence": 0.5}
+"""Factor of the information of prompts and sequences, since any of them may be chosen to fit."""
 MIN_CROSSING_GAIN = 1.15
 """Factor by which a crossing of two factors must hold more information than either."""
 MIN_CROSSING_KEPT = 0.8
@@ -125,11 +127,13 @@ class Location:
         regions: the regions that hold it, the most informative first; they have no token in common.
         tested: for each factor that divides the tokens, the smallest share of the mismatch that a typical region of it
             must hold to stand out.
+        standing_out: ids of the factors with a region that stands out by itself, named or explained by another one.
         doubtful: regions that are surely worse than the rest, but not by enough to be named.
     """
 
     regions: tuple[Region, ...] = ()
     tested: Mapping[str, float] = field(default_factory=dict)
+    standing_out: frozenset[str] = frozenset()
     doubtful: tuple[Region, ...] = ()
 
     def outside(self, count: int) -> Array:
@@ -244,6 +248,7 @@ def locate(table: TokenTable, before: TokenTable | None = None) -> Location:
     search = _prepare(table, baseline, earlier)
     regions: list[Region] = []
     tested: dict[str, float] = {}
+    standing_out: frozenset[str] = frozenset()
     doubtful: tuple[Region, ...] = ()
     is_left = np.ones(len(table), bool)
     whole = float(search.mismatch.sum())
@@ -265,6 +270,7 @@ def locate(table: TokenTable, before: TokenTable | None = None) -> Location:
         ]
         if not regions:
             tested = {id_: _detectable_share(rest, FACTORS_BY_ID[id_], region) for id_, region in by_factor.items()}
+            standing_out = frozenset(region.id for region in candidates)
             doubtful = tuple(
                 region
                 for region in by_factor.values()
@@ -286,7 +292,7 @@ def locate(table: TokenTable, before: TokenTable | None = None) -> Location:
             regions.append(region)
         else:
             regions[same] = _unite(search, regions[same], region)
-    return Location(tuple(regions), tested, doubtful)
+    return Location(tuple(regions), tested, standing_out, doubtful)
 
 
 def compare(table: TokenTable, is_member: Array, factor: Factor, values: Sequence[Any]) -> Region | None:
@@ -350,8 +356,8 @@ def _rank(search: _SearchedTokens, region: Region, others: Sequence[Region]) -> 
 
 
 def _information_with_penalty(region: Region) -> float:
-    """Return the information of a region; sequences, of which any may be chosen, come last."""
-    return region.information if region.id != "sequence" else 0.5 * region.information
+    """Return the information of a region, less for prompts and sequences, of which any may be chosen."""
+    return FREE_CHOICE.get(region.id, 1.0) * region.information
 
 
 def _rates(search: _SearchedTokens, is_member: Array) -> tuple[float, float]:
