@@ -66,12 +66,6 @@ def test_a_change_is_measured_in_its_standard_errors(index, min_noise):
     assert change_at(np.asarray(values), index, min_noise, is_gradual=True) == change._replace(is_gradual=True)
 
 
-@pytest.mark.parametrize("first", range(3, 9))
-def test_a_jump_is_found_where_it_is(first):
-    change = find_change([0.0] * first + [1.0] * (10 - first), 0.05)
-    assert (change.first, change.rise, change.is_gradual) == (first, 1.0, False)
-
-
 def test_values_must_precede_and_follow_a_change():
     assert find_change([0.0, 0.0, 0.0, 1.0], 0.05) is None
     assert find_change([0.0, 0.0, 0.0, 1.0, 1.0], 0.05) == ChangePoint(
@@ -142,13 +136,6 @@ def test_equal_values_have_their_first_change_and_no_rise(value):
     found = find_change([value] * 1000, 0.05)
     assert (found.first, found.is_gradual) == (3, False)
     assert found.rise == pytest.approx(0.0, abs=1e-9)
-
-
-@pytest.mark.parametrize("shape", [lambda steps: steps, math.log1p], ids=["line", "logarithm"])
-def test_a_slope_is_gradual(shape):
-    values = [0.0] * 5 + [shape(float(step)) for step in range(1, 8)]
-    change = find_change(values, 0.05)
-    assert (change.first, change.is_gradual) == (5, True)
 
 
 # --------------------------------------------------------------------------- rises at an edge, cycles

@@ -107,10 +107,6 @@ def test_two_dimensions_at_once_are_those_of_plain_loops(block):
         np.testing.assert_allclose(grid.sum(axis=axis), sums[name], rtol=1e-9, atol=1e-12)
     known = sums["entropy"]
     assert statistics.steps[5]["tokens_with_entropy"] == known[:, 0].sum()
-    parts = RunStatistics()
-    for first, last in ((7, 12), (0, 7)):
-        parts.add(survey_block(part(block, first, last), dimension_pairs))
-    np.testing.assert_allclose(parts.windows[5].bin_sums["entropy,advantage"], cells, rtol=1e-9, atol=1e-12)
 
 
 def with_environments(block, names):

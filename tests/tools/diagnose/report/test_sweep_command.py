@@ -1,7 +1,6 @@
 """The sweep command prints tables, a recommended block, or JSON."""
 
 import json
-import math
 from itertools import pairwise
 
 import numpy as np
@@ -13,8 +12,6 @@ pytest.importorskip("pyarrow")
 from nemo_geomask import build_loss
 from nemo_geomask.cli import main
 from nemo_geomask.tools.diagnose.planted_logs import RunShape
-from nemo_geomask.tools.diagnose.report import correction_sweep
-from nemo_geomask.tools.diagnose.report.correction_sweep import replay
 from nemo_geomask.tools.diagnose.report.sweep_section import build_sweep_section
 from tests.evidence.diagnose.planted_causes import planted_step
 from tests.helpers.logs import log_rows, write_log
@@ -100,24 +97,6 @@ def test_the_block_keeps_the_recipes_strings(logs, tmp_path, capsys, folder):
     assert yaml.safe_load(capsys.readouterr().out)["loss_fn"]["record"] == {"dir": folder}
 
 
-def test_json_is_json(logs, capsys, monkeypatch):
-    """A metric may be NaN, if it is of no token, or infinite."""
-
-    def outcomes(*arguments, **options):
-        outcome = replay(*arguments, **options)
-        outcome[0].metrics[1]["x"] = math.inf
-        return outcome
-
-    monkeypatch.setattr(correction_sweep, "replay", outcomes)
-    assert main(["sweep", str(logs), "--steps", "1", "--json"]) == 0
-
-    def refuse(name):
-        raise AssertionError(name)
-
-    output = json.loads(capsys.readouterr().out, parse_constant=refuse)
-    assert output["candidates"][0]["metrics"]["1"]["x"] is None
-
-
 FEW = RunShape(prompts=3, samples=3, length=30)
 
 
@@ -200,10 +179,9 @@ def test_a_trace_of_non_finite_log_probs_is_left_out(tmp_path, capsys):
     assert "loss_fn:" in capsys.readouterr().out
 
 
-def test_several_runs_are_an_error(logs, tmp_path, capsys):
+def test_several_runs_and_no_step_are_errors(logs, tmp_path, capsys):
     for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train_data_step1.jsonl").write_bytes((logs / "train_data_step1.jsonl").read_bytes())
+        write_log(tmp_path, 1, []).rename((tmp_path / name).mkdir() or tmp_path / name / "train_data_step1.jsonl")
     assert main(["sweep", str(tmp_path)]) == 2
     assert "several runs" in capsys.readouterr().err
-    assert main(["sweep", str(tmp_path / "a"), "--steps", "0"]) == 2
+    assert main(["sweep", str(logs), "--steps", "0"]) == 2
