@@ -69,7 +69,7 @@ test-all: $(VENV)/.test
 	$(PYTEST) $(ARGS)
 
 # The rooms whose tests start in a moment, and one test of each expensive kind: compiled, ranks, interpreted kernels, the lab.
-QUICK := -m "(not slow and not long) or quick" --hypothesis-profile quick $(addprefix tests/,test_docs.py test_errors.py config \
+QUICK := -m "(not slow and not long) or quick" --hypothesis-profile quick $(addprefix tests/,test_docs.py test_errors.py test_metrics.py test_metric_sums.py config \
 	recipe cli functional segments kernels parallel losses tools/check tools/lab/test_training.py) \
 	--ignore tests/tools/check/test_hostile_recipes.py
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_geomask import build_loss
-from nemo_geomask.metrics import Label, Metrics, summarize_step
+from nemo_geomask.metrics import QUANTILES, Label, Metrics, summarize_step
 from tests.helpers import batches
 
 LABELS = (
@@ -168,7 +168,7 @@ def bins(name):
 
 def test_a_step_without_tokens_has_quantiles_too():
     found = summarize_step(dict.fromkeys(bins("mismatch"), 0.0))
-    assert found == dict.fromkeys(("geomask/mismatch_max", *(f"geomask/mismatch_q{q}" for q in (50, 99, 999))), 0.0)
+    assert found == dict.fromkeys(("geomask/mismatch_max", *(f"geomask/mismatch_{name}" for name in QUANTILES)), 0.0)
 
 
 def test_a_name_that_looks_like_a_bin_is_no_histogram():

@@ -59,7 +59,9 @@ def environment_metrics():
 
 
 def test_every_metric_has_an_entry_and_every_entry_a_metric():
-    assert sorted(reported_metrics() | prestep_metrics() | environment_metrics()) == sorted(NAMES)
+    reported = reported_metrics() | prestep_metrics() | environment_metrics()
+    assert not reported - set(NAMES), "describe these metrics in tools/diagnose/measure/metrics.toml"
+    assert not set(NAMES) - reported, "these metrics of tools/diagnose/measure/metrics.toml are not reported"
 
 
 def test_every_name_in_the_code_of_the_losses_has_an_entry():
