@@ -19,23 +19,14 @@ _LOGPROBS = "get_next_token_logprobs_from_logits"  # what NeMo-RL's workers call
 
 
 class StepCase(NamedTuple):
-    """One measured shape.
+    """One measured shape."""
 
-    Attributes:
-        tokens: length of the sequence, T.
-        vocab: size of the vocabulary, V.
-        layers: number of the decoder's layers.
-        hidden: size of a hidden state, H; a multiple of ``heads``.
-        heads: number of attention heads.
-        dtype: type of the weights and activations.
-    """
-
-    tokens: int
-    vocab: int
-    layers: int
-    hidden: int
-    heads: int
-    dtype: torch.dtype
+    tokens: int  # length of the sequence, T
+    vocab: int  # size of the vocabulary, V
+    layers: int  # number of the decoder's layers
+    hidden: int  # size of a hidden state, H; a multiple of ``heads``
+    heads: int  # number of attention heads
+    dtype: torch.dtype  # type of the weights and activations
 
     @property
     def logits_bytes(self) -> int:
@@ -112,17 +103,11 @@ def build_decoder(case: StepCase, device: torch.device, seed: int) -> StepDecode
 
 
 class StepBatch(NamedTuple):
-    """One sequence, of which all tokens but the first train.
+    """One sequence, of which all tokens but the first train."""
 
-    Attributes:
-        data: the batch as NeMo-RL passes it to a loss, of shapes [1, T] and [1].
-        valid_seqs: number of valid sequences, by which a loss is normalised.
-        valid_toks: number of valid tokens, by which a loss is normalised.
-    """
-
-    data: Data
-    valid_seqs: Tensor
-    valid_toks: Tensor
+    data: Data  # the batch as NeMo-RL passes it to a loss, of shapes [1, T] and [1]
+    valid_seqs: Tensor  # number of valid sequences, by which a loss is normalised
+    valid_toks: Tensor  # number of valid tokens, by which a loss is normalised
 
 
 def draw_step_batch(decoder: StepDecoder, tokens: int, seed: int) -> StepBatch:

@@ -18,27 +18,16 @@ SPREAD = 3.0  # standard deviation of the logits: neither nearly equal nor domin
 
 
 class LogprobCase(NamedTuple):
-    """One measured shape.
+    """One measured shape."""
 
-    Attributes:
-        tokens: number of tokens, T.
-        hidden: size of a hidden state, H.
-        vocab: size of the global vocabulary, V.
-        tp: number of equal vocabulary shards, of which the weight is one; no collectives are run.
-        fraction: fraction of the tokens that train.
-        entropy: True if the entropy and its gradient are also computed.
-        temperature: temperature that the logits are divided by.
-        dtype: type of the hidden states and the weight.
-    """
-
-    tokens: int
-    hidden: int
-    vocab: int
-    tp: int = 1
-    fraction: float = 1.0
-    entropy: bool = False
-    temperature: float = 1.0
-    dtype: torch.dtype = torch.bfloat16
+    tokens: int  # number of tokens, T
+    hidden: int  # size of a hidden state, H
+    vocab: int  # size of the global vocabulary, V
+    tp: int = 1  # number of equal vocabulary shards, of which the weight is one; no collectives are run
+    fraction: float = 1.0  # fraction of the tokens that train
+    entropy: bool = False  # True if the entropy and its gradient are also computed
+    temperature: float = 1.0  # temperature that the logits are divided by
+    dtype: torch.dtype = torch.bfloat16  # type of the hidden states and the weight
 
     @property
     def width(self) -> int:
@@ -63,23 +52,14 @@ class LogprobCase(NamedTuple):
 
 
 class LogprobSample(NamedTuple):
-    """Random inputs of the paths.
+    """Random inputs of the paths."""
 
-    Attributes:
-        hidden: [T, H], a leaf tensor.
-        weight: [V/TP, H], a leaf tensor.
-        targets: [T] int64, ``IGNORE`` where a token does not train.
-        is_trained: [T] bool, the tokens that train.
-        g: [T] float32, incoming gradient of the log-probs, 0 where a token does not train.
-        h: [T] float32, incoming gradient of the entropies, 0 where a token does not train.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    targets: Tensor
-    is_trained: Tensor
-    g: Tensor
-    h: Tensor
+    hidden: Tensor  # [T, H], a leaf tensor
+    weight: Tensor  # [V/TP, H], a leaf tensor
+    targets: Tensor  # [T] int64, ``IGNORE`` where a token does not train
+    is_trained: Tensor  # [T] bool, the tokens that train
+    g: Tensor  # [T] float32, incoming gradient of the log-probs, 0 where a token does not train
+    h: Tensor  # [T] float32, incoming gradient of the entropies, 0 where a token does not train
 
     @property
     def labels(self) -> Tensor:

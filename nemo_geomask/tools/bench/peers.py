@@ -36,17 +36,11 @@ class NotApplicable(Absent):
 
 
 class Setting(NamedTuple):
-    """Device, kernel and process group with which the paths run.
+    """Device, kernel and process group with which the paths run."""
 
-    Attributes:
-        device: device of the tensors.
-        kernel: the kernel of our paths, as in :func:`nemo_geomask.kernels.choose`.
-        group: the tensor-parallel group; None for one rank.
-    """
-
-    device: torch.device
-    kernel: str = "auto"
-    group: dist.ProcessGroup | None = None
+    device: torch.device  # device of the tensors
+    kernel: str = "auto"  # the kernel of our paths, as in :func:`nemo_geomask.kernels.choose`
+    group: dist.ProcessGroup | None = None  # the tensor-parallel group; None for one rank
 
     @property
     def rank(self) -> int:

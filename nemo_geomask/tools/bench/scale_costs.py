@@ -22,18 +22,15 @@ class Costs(NamedTuple):
     """Times measured on one GPU.
 
     Attributes:
-        gpu: name, software version and date.
-        peak: FLOP/s of dense half-precision products in its specification.
-        products: measured FLOP/s of the output layer's matrix products.
         with_logits: for each method with logits, nanoseconds of the forward and of the backward pass over a million
             logits.
-        without_logits: for each method without logits, nanoseconds of the forward and of the backward pass for
-            rows × columns × hidden size of a billion.
+        without_logits: for each method without logits, nanoseconds of the forward and of the backward pass for rows ×
+            columns × hidden size of a billion.
     """
 
-    gpu: str
-    peak: float
-    products: float
+    gpu: str  # name, software version and date
+    peak: float  # FLOP/s of dense half-precision products in its specification
+    products: float  # measured FLOP/s of the output layer's matrix products
     with_logits: Mapping[str, tuple[float, float]]
     without_logits: Mapping[str, tuple[float, float]]
 

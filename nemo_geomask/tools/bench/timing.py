@@ -31,17 +31,11 @@ _PROGRESS_SECONDS = 10.0  # between two lines on the terminal
 
 
 class Lap(NamedTuple):
-    """Seconds of one run, in one or two stages.
+    """Seconds of one run, in one or two stages."""
 
-    Attributes:
-        first: time of the first stage, by the device's clock.
-        second: time of the second stage, such as the backward pass; None if there is none.
-        processor: processor time of this process in all stages; None on a GPU.
-    """
-
-    first: float
-    second: float | None
-    processor: float | None
+    first: float  # time of the first stage, by the device's clock
+    second: float | None  # time of the second stage, such as the backward pass; None if there is none
+    processor: float | None  # processor time of this process in all stages; None on a GPU
 
 
 class Clock:

@@ -27,17 +27,11 @@ _MAX_EXAMPLES = 3  # recipes that the text at the end names for each rule
 
 @dataclass(frozen=True)
 class BulkCheck:
-    """Result of a check of several recipes.
+    """Result of a check of several recipes."""
 
-    Attributes:
-        checked: results of the recipes that could be read.
-        unreadable: the other recipes, each with what is wrong with it.
-        skipped: number of YAML files in the given folders that are no recipes.
-    """
-
-    checked: tuple[CheckedRecipe, ...]
-    unreadable: tuple[tuple[str, GeomaskError], ...]
-    skipped: int
+    checked: tuple[CheckedRecipe, ...]  # results of the recipes that could be read
+    unreadable: tuple[tuple[str, GeomaskError], ...]  # the other recipes, each with what is wrong with it
+    skipped: int  # number of YAML files in the given folders that are no recipes
 
     def count(self, severity: str) -> int:
         """Return the number of findings of one severity; a recipe that can't be read counts its problems as errors."""

@@ -60,26 +60,18 @@ class OutputWork(NamedTuple):
     """Sizes of the output layer's largest microbatches on one rank.
 
     Attributes:
-        rows: R, rows of a training microbatch.
-        scored: S, rows of a forward pass for ``prev_logprobs`` or the reference; 0 without such passes.
-        hidden: H, size of a hidden state.
-        columns: W = V/TP, columns of the logits.
         chunk: c, rows of a chunk: ``logprob_chunk_size`` times the sequences of a microbatch; None if it is not set.
-        trained: f, fraction of the rows that train.
-        logit_bytes: b, bytes of a logit, 2 or 4.
-        fused_gradient: True if the weight's gradient is accumulated while it is computed.
-        v1: True for a DTensor v1 worker, which scores from logits even with ``geomask_linear``.
     """
 
-    rows: int
-    scored: int
-    hidden: int
-    columns: int
+    rows: int  # R, rows of a training microbatch
+    scored: int  # S, rows of a forward pass for ``prev_logprobs`` or the reference; 0 without such passes
+    hidden: int  # H, size of a hidden state
+    columns: int  # W = V/TP, columns of the logits
     chunk: int | None = None
-    trained: float = 1.0
-    logit_bytes: int = 2
-    fused_gradient: bool = False
-    v1: bool = False
+    trained: float = 1.0  # f, fraction of the rows that train
+    logit_bytes: int = 2  # b, bytes of a logit, 2 or 4
+    fused_gradient: bool = False  # True if the weight's gradient is accumulated while it is computed
+    v1: bool = False  # True for a DTensor v1 worker, which scores from logits even with ``geomask_linear``
 
     @property
     def logits(self) -> int:
@@ -96,14 +88,12 @@ class LogprobMethod(NamedTuple):
     """Method to compute log-probs from hidden states.
 
     Attributes:
-        setting: setting that selects it.
         training: function for the peak bytes of forward and backward, see the module's table.
-        scoring: function for the peak bytes of a forward pass without gradient.
     """
 
-    setting: str
+    setting: str  # setting that selects it
     training: Callable[[OutputWork], float]
-    scoring: Callable[[OutputWork], float]
+    scoring: Callable[[OutputWork], float]  # function for the peak bytes of a forward pass without gradient
 
     def peak(self, work: OutputWork) -> float:
         """Return the larger of both peaks, in bytes."""

@@ -14,25 +14,15 @@ from nemo_geomask.recipe.input_limits import parse_text, read_text
 
 
 class ModelShape(NamedTuple):
-    """Sizes of a decoder.
+    """Sizes of a decoder."""
 
-    Attributes:
-        hidden: H, size of the hidden states that the output layer takes.
-        vocab: V, rows of the output weight.
-        layers: L, number of layers.
-        attention: number of heads times the mean of a head's sizes for scores and for values.
-        active: number of parameters that a token uses, without embeddings and output layer.
-        heads: number of attention heads; 0 if unknown.
-        kv_heads: number of key-value heads; that of the heads under multi-head latent attention.
-    """
-
-    hidden: int
-    vocab: int
-    layers: int
-    attention: float
-    active: int
-    heads: int = 0
-    kv_heads: int = 0
+    hidden: int  # H, size of the hidden states that the output layer takes
+    vocab: int  # V, rows of the output weight
+    layers: int  # L, number of layers
+    attention: float  # number of heads times the mean of a head's sizes for scores and for values
+    active: int  # number of parameters that a token uses, without embeddings and output layer
+    heads: int = 0  # number of attention heads; 0 if unknown
+    kv_heads: int = 0  # number of key-value heads; that of the heads under multi-head latent attention
 
 
 _KEYS = (

@@ -28,21 +28,13 @@ MODEL_AXES = ("tp", "cp", "pp")
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the trainer's parallel groups; every rank is in one group of each kind.
+    """Sizes of the trainer's parallel groups; every rank is in one group of each kind."""
 
-    Attributes:
-        tp: tensor parallel.
-        cp: context parallel.
-        ep: expert parallel: number of ranks of one pipeline stage among which experts are divided.
-        pp: pipeline parallel.
-        dp: data parallel.
-    """
-
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    pp: int = 1
-    dp: int = 1
+    tp: int = 1  # tensor parallel
+    cp: int = 1  # context parallel
+    ep: int = 1  # expert parallel: number of ranks of one pipeline stage among which experts are divided
+    pp: int = 1  # pipeline parallel
+    dp: int = 1  # data parallel
 
     @property
     def ranks_per_replica(self) -> int:

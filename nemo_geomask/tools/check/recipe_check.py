@@ -39,38 +39,27 @@ class CheckOptions:
     """Options of a check.
 
     Attributes:
-        recipe: path of the recipe.
-        overrides: ``key.path=value`` settings that replace the recipe's.
-        ignore: ids of rules to silence.
-        gpu: name of the GPU that samples, such as A100; None if unknown.
         mismatch_kl: expected mean KL between the engines in nats per token; None: the measured one, else
             :data:`MISMATCH_KL`.
         similar_run: folder with the records or logs of a similar run, in which mismatch and response length are
             measured; None: nothing is measured.
-        cache: folder of the similar run's converted logs; None: a folder beside them.
     """
 
-    recipe: str
-    overrides: Sequence[str] = ()
-    ignore: Sequence[str] = ()
-    gpu: str | None = None
+    recipe: str  # path of the recipe
+    overrides: Sequence[str] = ()  # ``key.path=value`` settings that replace the recipe's
+    ignore: Sequence[str] = ()  # ids of rules to silence
+    gpu: str | None = None  # name of the GPU that samples, such as A100; None if unknown
     mismatch_kl: float | None = None
     similar_run: Path | None = None
-    cache: Path | None = None
+    cache: Path | None = None  # folder of the similar run's converted logs; None: a folder beside them
 
 
 class MaskForecast(NamedTuple):
-    """Expected fraction of the tokens or sequences that a mask keeps.
+    """Expected fraction of the tokens or sequences that a mask keeps."""
 
-    Attributes:
-        mask: the mask.
-        tokens: number of tokens of a response.
-        kept: (mismatch KL in nats per token, fraction) pairs.
-    """
-
-    mask: PredictableMask
-    tokens: int
-    kept: tuple[tuple[float, float], ...]
+    mask: PredictableMask  # the mask
+    tokens: int  # number of tokens of a response
+    kept: tuple[tuple[float, float], ...]  # (mismatch KL in nats per token, fraction) pairs
 
 
 @dataclass(frozen=True)
@@ -78,18 +67,14 @@ class CheckedRecipe:
     """Result of a check.
 
     Attributes:
-        facts: the recipe, with the mismatch and the response length that the rules assumed.
-        objective: formula and explanation of each part of the loss; empty if there is no valid loss.
         forecasts: fraction that each mask is expected to keep, for the masks of which it can be computed.
-        report: findings of the rules.
-        measured: measurements of the similar run; None without one.
     """
 
-    facts: RecipeFacts
-    objective: tuple[Part, ...]
+    facts: RecipeFacts  # the recipe, with the mismatch and the response length that the rules assumed
+    objective: tuple[Part, ...]  # formula and explanation of each part of the loss; empty if there is no valid loss
     forecasts: tuple[MaskForecast, ...]
-    report: Report
-    measured: MeasuredRun | None
+    report: Report  # findings of the rules
+    measured: MeasuredRun | None  # measurements of the similar run; None without one
 
 
 def check_recipe(options: CheckOptions, recipe: Recipe | None = None) -> CheckedRecipe:
@@ -143,13 +128,11 @@ class Report:
     """Findings of the rules in a recipe.
 
     Attributes:
-        findings: errors first, then warnings, then notes, each in the order of the rules.
-        ignored: findings that ``--ignore`` or a comment silenced.
         unchecked: rules that could not be checked, each with the attribute of :class:`RecipeFacts` that is unknown.
     """
 
-    findings: tuple[Finding, ...]
-    ignored: tuple[Finding, ...] = ()
+    findings: tuple[Finding, ...]  # errors first, then warnings, then notes, each in the order of the rules
+    ignored: tuple[Finding, ...] = ()  # findings that ``--ignore`` or a comment silenced
     unchecked: tuple[tuple[Rule, str], ...] = ()
 
     def count(self, severity: str) -> int:

@@ -36,28 +36,21 @@ class RecipeFacts:
     """Recipe, the loss that it trains, and what follows from its settings.
 
     Attributes:
-        recipe: the recipe.
         loss: the loss that it trains; None if ``loss_fn`` is invalid or the recipe trains no policy loss.
-        problems: reasons why ``loss_fn`` is invalid.
-        warnings: settings that are valid, but probably not what the user intended.
-        mismatch_kl: expected mean KL from the generation to the training engine, in nats per token.
-        gpu: name of the GPU that samples, such as A100; None if unknown.
-        measured_tokens: mean number of tokens of a response in a similar run; None if not measured.
         provisional_loss: if ``loss_fn`` is invalid, a loss without the invalid settings; else None.
-        not_imported: settings that name a plugin, which ``--no-import`` did not import.
         unsettled: keys and sections whose value in the provisional loss is not what the user meant.
     """
 
-    recipe: Recipe
+    recipe: Recipe  # the recipe
     loss: ResolvedLoss | None
-    problems: tuple[Problem, ...] = ()
-    warnings: tuple[Problem, ...] = ()
-    mismatch_kl: float = MISMATCH_KL
-    gpu: str | None = None
-    measured_tokens: int | None = None
+    problems: tuple[Problem, ...] = ()  # reasons why ``loss_fn`` is invalid
+    warnings: tuple[Problem, ...] = ()  # settings that are valid, but probably not what the user intended
+    mismatch_kl: float = MISMATCH_KL  # expected mean KL from the generation to the training engine, in nats per token
+    gpu: str | None = None  # name of the GPU that samples, such as A100; None if unknown
+    measured_tokens: int | None = None  # mean number of tokens of a response in a similar run; None if not measured
     provisional_loss: ResolvedLoss | None = None
     unsettled: frozenset[str] = frozenset()
-    not_imported: tuple[Problem, ...] = ()
+    not_imported: tuple[Problem, ...] = ()  # settings that name a plugin, which ``--no-import`` did not import
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, *, mismatch_kl: float = MISMATCH_KL, gpu: str | None = None) -> RecipeFacts:

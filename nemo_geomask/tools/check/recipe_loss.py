@@ -27,17 +27,14 @@ class RecipeLoss(NamedTuple):
     """Result of building the loss of a recipe.
 
     Attributes:
-        loss: None if ``loss_fn`` is invalid, or if the recipe trains no policy loss.
-        problems: reasons why ``loss_fn`` is invalid.
-        warnings: settings that the loss accepts, but that are probably not what was meant.
-        provisional: loss without the invalid settings, from which the other rules are checked; None if there is a
-            loss, or if the recipe trains no policy loss.
+        provisional: loss without the invalid settings, from which the other rules are checked; None if there is a loss,
+            or if the recipe trains no policy loss.
         unsettled: dotted keys, and sections, whose value in the provisional loss is not what the user meant.
     """
 
-    loss: ResolvedLoss | None
-    problems: tuple[Problem, ...] = ()
-    warnings: tuple[Problem, ...] = ()
+    loss: ResolvedLoss | None  # None if ``loss_fn`` is invalid, or if the recipe trains no policy loss
+    problems: tuple[Problem, ...] = ()  # reasons why ``loss_fn`` is invalid
+    warnings: tuple[Problem, ...] = ()  # settings that the loss accepts, but that are probably not what was meant
     provisional: ResolvedLoss | None = None
     unsettled: frozenset[str] = frozenset()
 

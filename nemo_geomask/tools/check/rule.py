@@ -20,13 +20,11 @@ class Hit:
     """Setting to which a rule applies.
 
     Attributes:
-        key: dotted key that the message is about; the recipe may lack it.
-        message: one sentence: the value, what is wrong with it, what is allowed, and the fix.
         origin: file and line; if None, those of the key, or of the nearest section around it that the recipe contains.
     """
 
-    key: str
-    message: str
+    key: str  # dotted key that the message is about; the recipe may lack it
+    message: str  # one sentence: the value, what is wrong with it, what is allowed, and the fix
     origin: Origin | None = None
 
 

@@ -49,17 +49,11 @@ KeysBySection = dict[str, set[str]]
 
 
 class UnknownKey(NamedTuple):
-    """Key that the user wrote and that NeMo-RL has neither in an example config nor in a class of its section.
+    """Key that the user wrote and that NeMo-RL has neither in an example config nor in a class of its section."""
 
-    Attributes:
-        key: dotted key.
-        origin: file and line, or override.
-        known_names: keys that NeMo-RL has in the same section.
-    """
-
-    key: str
-    origin: Origin
-    known_names: Collection[str]
+    key: str  # dotted key
+    origin: Origin  # file and line, or override
+    known_names: Collection[str]  # keys that NeMo-RL has in the same section
 
 
 @functools.cache

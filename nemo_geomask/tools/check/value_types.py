@@ -10,17 +10,11 @@ from nemo_geomask.config.strict import as_yaml
 
 
 class RefusedValue(NamedTuple):
-    """Value that its type refuses.
+    """Value that its type refuses."""
 
-    Attributes:
-        key: dotted key.
-        expected: description of what is allowed.
-        is_missing: True if the key is required, and the section lacks it.
-    """
-
-    key: str
-    expected: str
-    is_missing: bool = False
+    key: str  # dotted key
+    expected: str  # description of what is allowed
+    is_missing: bool = False  # True if the key is required, and the section lacks it
 
 
 @dataclass(frozen=True)
@@ -64,19 +58,12 @@ class Open(ValueType):
 
 @dataclass(frozen=True)
 class Section(ValueType):
-    """Mapping with declared keys; others are accepted and ignored.
+    """Mapping with declared keys; others are accepted and ignored."""
 
-    Attributes:
-        name: name of the class.
-        fields: type of each declared key.
-        required: keys that must be present.
-        is_model: True for a pydantic model, False for a ``TypedDict``.
-    """
-
-    name: str
-    fields: Mapping[str, ValueType]
-    required: frozenset[str] = frozenset()
-    is_model: bool = False
+    name: str  # name of the class
+    fields: Mapping[str, ValueType]  # type of each declared key
+    required: frozenset[str] = frozenset()  # keys that must be present
+    is_model: bool = False  # True for a pydantic model, False for a ``TypedDict``
 
 
 @dataclass(frozen=True)

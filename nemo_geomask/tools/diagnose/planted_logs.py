@@ -47,29 +47,20 @@ class SyntheticStep:
     """One step of a synthetic run, with N response tokens, V vocabulary entries and S sequences.
 
     Attributes:
-        random: random number generator of the step.
-        steps_since_onset: number of steps since the cause began; 1 in the first step of the cause.
-        sequence: [N], the row of each token.
-        position: [N], position of each token in the response.
-        turn: [N], number of earlier turns.
-        target: [N], index of the sampled token in the vocabulary.
-        logits: [N, V], of the generation engine.
-        trained_logits: [N, V], of the training engine.
         gen, prev: [N], log-probs of the sampled tokens.
-        columns: ``length`` of the response, ``group``, ``staleness`` and ``advantage``, each [S].
     """
 
-    random: np.random.Generator
-    steps_since_onset: int
-    sequence: Array
-    position: Array
-    turn: Array
-    target: Array
-    logits: Array
-    trained_logits: Array
+    random: np.random.Generator  # random number generator of the step
+    steps_since_onset: int  # number of steps since the cause began; 1 in the first step of the cause
+    sequence: Array  # [N], the row of each token
+    position: Array  # [N], position of each token in the response
+    turn: Array  # [N], number of earlier turns
+    target: Array  # [N], index of the sampled token in the vocabulary
+    logits: Array  # [N, V], of the generation engine
+    trained_logits: Array  # [N, V], of the training engine
     gen: Array
     prev: Array
-    columns: dict[str, Array]
+    columns: dict[str, Array]  # ``length`` of the response, ``group``, ``staleness`` and ``advantage``, each [S]
 
     def per_token(self, name: str) -> Array:
         """Return [N], for each token the value of its sequence in a column."""
@@ -126,16 +117,13 @@ class PlantedCause:
     """A cause that can be planted in a synthetic run.
 
     Attributes:
-        effect: changes a step as the cause would.
-        strengths: the three strengths that are measured.
-        unit: unit of the strengths.
         is_detectable_from_start: True if the cause can be detected in a run that has it from the first step on.
         changes_logprobs: True if the effect changes the sampled tokens' log-probs, False if it changes logits.
     """
 
-    effect: CauseEffect
-    strengths: tuple[float, float, float]
-    unit: str
+    effect: CauseEffect  # changes a step as the cause would
+    strengths: tuple[float, float, float]  # the three strengths that are measured
+    unit: str  # unit of the strengths
     is_detectable_from_start: bool = True
     changes_logprobs: bool = False
 

@@ -26,17 +26,11 @@ _HASH_BYTES = hashlib.sha256().digest_size
 
 
 class Checkpoint(NamedTuple):
-    """State of a run after a step.
+    """State of a run after a step."""
 
-    Attributes:
-        path: the file.
-        step: number of completed steps.
-        state: see :meth:`nemo_geomask.tools.lab.trainer.Trainer.state`.
-    """
-
-    path: Path
-    step: int
-    state: Mapping[str, Any]
+    path: Path  # the file
+    step: int  # number of completed steps
+    state: Mapping[str, Any]  # see :meth:`nemo_geomask.tools.lab.trainer.Trainer.state`
 
 
 def write_checkpoint(run: Run, step: int, state: Mapping[str, Any]) -> None:

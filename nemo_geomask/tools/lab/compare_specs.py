@@ -37,14 +37,12 @@ class ComparedLoss:
     """One loss of a comparison.
 
     Attributes:
-        label: the SPEC as written, or the loss's name.
-        loss_fn: the ``loss_fn:`` block that :func:`nemo_geomask.build_loss` validates.
         foreign_options: names of the recipe's ``loss_fn.options`` that this loss does not have, but another compared
             loss has; they are not in ``loss_fn``.
     """
 
-    label: str
-    loss_fn: Mapping[str, Any]
+    label: str  # the SPEC as written, or the loss's name
+    loss_fn: Mapping[str, Any]  # the ``loss_fn:`` block that :func:`nemo_geomask.build_loss` validates
     foreign_options: frozenset[str] = frozenset()
 
 

@@ -60,20 +60,15 @@ class SampledResponses:
     """Sampled responses together with their prompts, on the CPU.
 
     Attributes:
-        input_ids: [B, T] long, prompt and response, then PAD.
-        input_lengths: [B] long, number of tokens of prompt and response.
-        logprobs: [B, T] float32, log μ of each sampled token, 0 elsewhere.
-        token_mask: [B, T] float32, 1 on sampled tokens (EOS included), 0 on prompts and the environment's tokens.
-        engine_index: [B, T] long, index of the engine that sampled each token, 0 elsewhere.
         routes: [B, T, L, K] int16, the experts of each token in each layer. -1 for tokens that no engine processed: the
             last token of each response, and padding. None if the engine does not report routes.
     """
 
-    input_ids: Tensor
-    input_lengths: Tensor
-    logprobs: Tensor
-    token_mask: Tensor
-    engine_index: Tensor
+    input_ids: Tensor  # [B, T] long, prompt and response, then PAD
+    input_lengths: Tensor  # [B] long, number of tokens of prompt and response
+    logprobs: Tensor  # [B, T] float32, log μ of each sampled token, 0 elsewhere
+    token_mask: Tensor  # [B, T] float32, 1 on sampled tokens (EOS included), 0 on prompts and the environment's tokens
+    engine_index: Tensor  # [B, T] long, index of the engine that sampled each token, 0 elsewhere
     routes: Tensor | None = None
 
 

@@ -25,26 +25,20 @@ class Packing:
     Under context parallelism each sequence is padded to a multiple of 2·CP tokens.
 
     Attributes:
-        lengths: [S] tokens of each sequence, without padding.
-        segments: the sequences, with this rank's N tokens.
-        row: [N] index of each token's sequence.
-        position: [N] position of each token in its sequence.
         query_index: [S, Q] for each sequence, the indices of its tokens in this rank's shard; the last index is
             repeated as padding.
-        query_slot: [N] index of each token in the flattened ``query_index``.
         key_index: [S, K] for each sequence, the indices of all its tokens in the concatenated shards of all ranks; the
             last index is repeated as padding.
-        cp: the context-parallel axis.
     """
 
-    lengths: Tensor
-    segments: PackedSegments
-    row: Tensor
-    position: Tensor
+    lengths: Tensor  # [S] tokens of each sequence, without padding
+    segments: PackedSegments  # the sequences, with this rank's N tokens
+    row: Tensor  # [N] index of each token's sequence
+    position: Tensor  # [N] position of each token in its sequence
     query_index: Tensor
-    query_slot: Tensor
+    query_slot: Tensor  # [N] index of each token in the flattened ``query_index``
     key_index: Tensor
-    cp: Axis
+    cp: Axis  # the context-parallel axis
 
     @functools.cached_property
     def visible(self) -> Tensor:

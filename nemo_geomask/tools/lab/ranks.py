@@ -21,17 +21,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Axis:
-    """Position of a process on one axis of parallelism.
+    """Position of a process on one axis of parallelism."""
 
-    Attributes:
-        rank: this process's rank on the axis.
-        size: number of ranks on the axis.
-        group: the processes that differ only in this rank; None if the size is 1.
-    """
-
-    rank: int = 0
-    size: int = 1
-    group: dist.ProcessGroup | None = None
+    rank: int = 0  # this process's rank on the axis
+    size: int = 1  # number of ranks on the axis
+    group: dist.ProcessGroup | None = None  # the processes that differ only in this rank; None if the size is 1
 
 
 @dataclass(frozen=True)
@@ -40,16 +34,11 @@ class Ranks:
 
     Values that must be equal on all ranks are computed by one collective over all ranks, so that they are bit-identical
     and the ranks cannot diverge.
-
-    Attributes:
-        tp: tensor-parallel axis; each rank has a shard of the vocabulary.
-        cp: context-parallel axis; each rank has a shard of every sequence.
-        dp: data-parallel axis; each rank has other microbatches of the same optimiser step.
     """
 
-    tp: Axis = Axis()
-    cp: Axis = Axis()
-    dp: Axis = Axis()
+    tp: Axis = Axis()  # tensor-parallel axis; each rank has a shard of the vocabulary
+    cp: Axis = Axis()  # context-parallel axis; each rank has a shard of every sequence
+    dp: Axis = Axis()  # data-parallel axis; each rank has other microbatches of the same optimiser step
 
     @classmethod
     def of(cls, *, tp: int, cp: int, dp: int) -> Ranks:

@@ -49,15 +49,10 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class CopySampler:
-    """A copy of the policy in the generation engine's precision; see :mod:`nemo_geomask.tools.lab.generation_engine`.
+    """A copy of the policy in the generation engine's precision; see ``lab.generation_engine``."""
 
-    Attributes:
-        recipe: precision, sampling filters, and the treatment of the KV cache at a weight update.
-        task: supplies EOS and PAD.
-    """
-
-    recipe: LabRecipe
-    task: Task
+    recipe: LabRecipe  # precision, sampling filters, and the treatment of the KV cache at a weight update
+    task: Task  # supplies EOS and PAD
 
     @property
     def name(self) -> str:

@@ -25,15 +25,10 @@ _MAX_DRAWS = 200  # maximum number of batches that are drawn to fill a split
 
 @dataclass(frozen=True)
 class Prompts:
-    """A batch of prompts of equal width.
+    """A batch of prompts of equal width."""
 
-    Attributes:
-        token_ids: [B, P] long.
-        terms: [B] long, the largest number of tokens in each response.
-    """
-
-    token_ids: Tensor
-    terms: Tensor
+    token_ids: Tensor  # [B, P] long
+    terms: Tensor  # [B] long, the largest number of tokens in each response
 
 
 class Task(Protocol):
@@ -127,20 +122,13 @@ def _is_held_out(token_ids: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class NumberTask:
-    """Base of tasks whose tokens are the numbers 0 to modulus-1, a sign, ``:``, EOS and PAD, in this order.
+    """Base of tasks whose tokens are the numbers 0 to modulus-1, a sign, ``:``, EOS and PAD, in this order."""
 
-    Attributes:
-        modulus: number of number tokens.
-        min_terms: smallest number of terms (tokens of the response) that a prompt requests.
-        max_terms: largest number of terms that a prompt requests.
-        sign: text of token ``modulus``.
-    """
+    modulus: int  # number of number tokens
+    min_terms: int  # smallest number of terms (tokens of the response) that a prompt requests
+    max_terms: int  # largest number of terms that a prompt requests
 
-    modulus: int
-    min_terms: int
-    max_terms: int
-
-    sign: ClassVar[str]
+    sign: ClassVar[str]  # text of token ``modulus``
 
     @classmethod
     def of(cls, env: EnvConfig) -> Self:

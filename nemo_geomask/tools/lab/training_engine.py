@@ -32,14 +32,12 @@ class TokenScores(NamedTuple):
     """Scores of tokens, in rows [B, T] or packed [N].
 
     Attributes:
-        logprobs: log-probs, -inf where the filter excludes the token.
-        entropies: entropies, or 0 if they were not requested.
         routes_differ: 1 where this model's routers select other experts than the generation engine's did, at the
             position that predicts the token, otherwise 0.
     """
 
-    logprobs: Tensor
-    entropies: Tensor
+    logprobs: Tensor  # log-probs, -inf where the filter excludes the token
+    entropies: Tensor  # entropies, or 0 if they were not requested
     routes_differ: Tensor
 
 

@@ -24,45 +24,30 @@ class MismatchSwitch:
     """A setting and the value under which both engines are known to agree best.
 
     Attributes:
-        id: short unique name.
-        key: dotted key of the recipe.
-        value: the conservative value.
-        title: what the setting decides.
-        side: whose log-probs it changes.
         cost: what another value needs: a request alone, another start of the engine or of the trainer, or another
             number of processes.
-        group: name of the switches that are tried together first.
-        slower: price of the conservative value, as reported; empty if none is known.
-        source: where the effect is reported.
-        since: first version of NeMo-RL that reads the key.
-        needs: ``megatron`` or ``dtensor`` if only that trainer reads the key.
-        gpu: True if the value changes nothing on a CPU.
-        field: name of the request's option, for switches that cost a request.
-        seen_as: part of the names of those resolved settings that show the value; the key's last part if empty.
-        is_default: True if a recipe without the key has the conservative value.
         also: values, by dotted key, without which NeMo-RL refuses the conservative value or runs another layout.
         keeps: keys that recipes interpolate from this one, and that keep their value when it changes.
-        as_good: further values under which the engines agree as well.
     """
 
-    id: str
-    key: str
-    value: Any
-    title: str
-    side: Literal["engine", "trainer", "both"]
+    id: str  # short unique name
+    key: str  # dotted key of the recipe
+    value: Any  # the conservative value
+    title: str  # what the setting decides
+    side: Literal["engine", "trainer", "both"]  # whose log-probs it changes
     cost: Literal["request", "engine", "trainer", "layout"]
-    group: str
-    slower: str
-    source: str
-    since: str = VERSIONS[0]
-    needs: Literal["", "megatron", "dtensor"] = ""
-    gpu: bool = False
-    field: str = ""
-    seen_as: str = ""
-    is_default: bool = False
+    group: str  # name of the switches that are tried together first
+    slower: str  # price of the conservative value, as reported; empty if none is known
+    source: str  # where the effect is reported
+    since: str = VERSIONS[0]  # first version of NeMo-RL that reads the key
+    needs: Literal["", "megatron", "dtensor"] = ""  # ``megatron`` or ``dtensor`` if only that trainer reads the key
+    gpu: bool = False  # True if the value changes nothing on a CPU
+    field: str = ""  # name of the request's option, for switches that cost a request
+    seen_as: str = ""  # part of the names of those resolved settings that show the value; the key's last part if empty
+    is_default: bool = False  # True if a recipe without the key has the conservative value
     also: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     keeps: tuple[str, ...] = ()
-    as_good: tuple[Any, ...] = ()
+    as_good: tuple[Any, ...] = ()  # further values under which the engines agree as well
 
     def is_conservative(self, value: Any) -> bool:
         """Return True if a recipe's value, None without one, is the conservative value or as good."""

@@ -30,29 +30,22 @@ NO_BOUND = 1e30
 
 
 class Assign(NamedTuple):
-    """One field of the translated ``loss_fn`` block, with its value.
+    """One field of the translated ``loss_fn`` block, with its value."""
 
-    Attributes:
-        key: name of the field; an assignment to ``masks`` adds one mask to the list.
-        value: its value.
-        note: comment for the output, if the value had to be converted.
-    """
-
-    key: str
-    value: Any
-    note: str = ""
+    key: str  # name of the field; an assignment to ``masks`` adds one mask to the list
+    value: Any  # its value
+    note: str = ""  # comment for the output, if the value had to be converted
 
 
 class Remark(NamedTuple):
     """Sentence for the output: what the translated block does differently from the peer's loss.
 
     Attributes:
-        text: the sentence.
         lost_keys: the peer's settings that the block cannot express, which makes the exit status 1; empty for a
             difference in detail.
     """
 
-    text: str
+    text: str  # the sentence
     lost_keys: tuple[str, ...] = ()
 
 
@@ -119,40 +112,31 @@ class Peer:
     """Another RL system: the settings of its loss, and how they become a ``loss_fn`` block.
 
     Attributes:
-        name: value of ``--from``.
-        title: name of its settings in the output.
-        source: repository and commit from which names and defaults were read.
         defaults: every setting that ``convert`` reads, by its full dotted name, with the system's default.
-        convert: function that converts the peer's settings to ours.
         outside_loss_fn: for each setting that NeMo-RL has outside ``loss_fn``, its place in NeMo-RL.
         sections: sections of which all settings concern the loss, so that an unknown setting in them is reported.
-        mappings: names of settings whose values are mappings.
-        marks: patterns (``fnmatch``) of settings that only this system has; they identify it.
-        programs: patterns of the programs and classes that train with this loss, each with the settings that it
-            changes from ``defaults``.
-        other_programs: patterns of the system's programs that train without this loss.
-        config_options: settings that name another file with settings.
+        programs: patterns of the programs and classes that train with this loss, each with the settings that it changes
+            from ``defaults``.
         base_configs: patterns of files named by ``config_options`` whose values are ``defaults``, each with the
             settings in which it differs.
-        constructors: Python classes whose keyword arguments are settings.
         presets: for each preset, its parameters with their defaults, and its settings; ``{parameter}`` in a value is
             replaced.
     """
 
-    name: str
-    title: str
-    source: str
+    name: str  # value of ``--from``
+    title: str  # name of its settings in the output
+    source: str  # repository and commit from which names and defaults were read
     defaults: Mapping[str, Any]
-    convert: Callable[[PeerSettings], Conversion]
+    convert: Callable[[PeerSettings], Conversion]  # function that converts the peer's settings to ours
     outside_loss_fn: Mapping[str, str] = field(default_factory=dict)
     sections: tuple[str, ...] = ()
-    mappings: tuple[str, ...] = ()
-    marks: tuple[str, ...] = ()
+    mappings: tuple[str, ...] = ()  # names of settings whose values are mappings
+    marks: tuple[str, ...] = ()  # patterns (``fnmatch``) of settings that only this system has; they identify it
     programs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    other_programs: tuple[str, ...] = ()
-    config_options: tuple[str, ...] = ()
+    other_programs: tuple[str, ...] = ()  # patterns of the system's programs that train without this loss
+    config_options: tuple[str, ...] = ()  # settings that name another file with settings
     base_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    constructors: tuple[str, ...] = ()
+    constructors: tuple[str, ...] = ()  # Python classes whose keyword arguments are settings
     presets: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=dict)
 
     def full_name(self, key: str) -> str | None:

@@ -21,18 +21,14 @@ class SettingsFile:
     """A file's settings for one training.
 
     Attributes:
-        path: the file.
         settings: settings by dotted name; one that the file's training programs set differently is unresolved.
-        programs: programs that get the settings.
-        unread: places in the file that may hold more settings.
-        is_from_docstring: True if the settings are those of a command in the docstring of a Python file.
     """
 
-    path: Path
+    path: Path  # the file
     settings: dict[str, Any]
-    programs: tuple[str, ...]
-    unread: tuple[str, ...]
-    is_from_docstring: bool
+    programs: tuple[str, ...]  # programs that get the settings
+    unread: tuple[str, ...]  # places in the file that may hold more settings
+    is_from_docstring: bool  # True if the settings are those of a command in the docstring of a Python file
 
 
 def peer_by_name(name: str) -> Peer:

@@ -32,18 +32,14 @@ class ProgramRun:
     """A program that a script runs, and the settings on its command line.
 
     Attributes:
-        program: module or file; empty for a command that names neither.
-        settings: settings by name; the last of several with one name wins.
         unread: descriptions of words that may contain more settings, such as a variable of the environment.
-        passes_arguments: True if the script passes on its own arguments.
-        is_from_docstring: True for a command in the docstring of a Python file.
     """
 
-    program: str
-    settings: dict[str, Any]
+    program: str  # module or file; empty for a command that names neither
+    settings: dict[str, Any]  # settings by name; the last of several with one name wins
     unread: tuple[str, ...] = ()
-    passes_arguments: bool = False
-    is_from_docstring: bool = False
+    passes_arguments: bool = False  # True if the script passes on its own arguments
+    is_from_docstring: bool = False  # True for a command in the docstring of a Python file
 
     def with_settings(self, settings: dict[str, Any]) -> ProgramRun:
         """Return the same run with other settings."""

@@ -45,14 +45,12 @@ class BackTranslation:
     """A ``loss_fn`` block as verl's settings.
 
     Attributes:
-        settings: settings that differ from verl's defaults, by dotted name.
         not_expressed: one sentence for each setting of the block without a counterpart; it begins with the setting.
-        differences: one sentence for each difference in detail.
     """
 
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # settings that differ from verl's defaults, by dotted name
     not_expressed: tuple[str, ...]
-    differences: tuple[str, ...]
+    differences: tuple[str, ...]  # one sentence for each difference in detail
 
     def yaml(self) -> str:
         """Return the settings as YAML, with comments."""

@@ -36,28 +36,19 @@ class Translation:
     """A peer's settings as a ``loss_fn`` block, and the differences that remain.
 
     Attributes:
-        peer: the other system.
-        loss_fn: the valid block.
-        notes: comments on converted values, by key (``masks[0]`` for a mask).
-        not_expressed: one sentence for each setting without a counterpart; it begins with the setting.
-        differences: one sentence for each difference in detail.
         outside_loss_fn: place in NeMo-RL of each of the peer's settings that NeMo-RL has outside ``loss_fn``.
-        without_effect: settings that have no effect in the peer, because of the values of others.
-        not_read: settings that do not concern the loss.
-        loss_settings: settings of the loss that the files contain, by full name.
-        from_defaults: settings of the loss that the files do not contain, with the system's defaults.
     """
 
-    peer: Peer
-    loss_fn: Mapping[str, Any]
-    notes: Mapping[str, str]
-    not_expressed: tuple[str, ...]
-    differences: tuple[str, ...]
+    peer: Peer  # the other system
+    loss_fn: Mapping[str, Any]  # the valid block
+    notes: Mapping[str, str]  # comments on converted values, by key (``masks[0]`` for a mask)
+    not_expressed: tuple[str, ...]  # one sentence for each setting without a counterpart; it begins with the setting
+    differences: tuple[str, ...]  # one sentence for each difference in detail
     outside_loss_fn: Mapping[str, str]
-    without_effect: tuple[str, ...]
-    not_read: tuple[str, ...]
-    from_defaults: Mapping[str, Any]
-    loss_settings: Mapping[str, Any]
+    without_effect: tuple[str, ...]  # settings that have no effect in the peer, because of the values of others
+    not_read: tuple[str, ...]  # settings that do not concern the loss
+    from_defaults: Mapping[str, Any]  # settings of the loss that the files do not contain, with the system's defaults
+    loss_settings: Mapping[str, Any]  # settings of the loss that the files contain, by full name
 
     def yaml(self) -> str:
         """Return the block with its comments."""

@@ -17,6 +17,8 @@ __all__ = ["Estimate", "ExplainedShare", "RankedCause", "rank_causes"]
 
 LARGEST_PART = 0.5
 """Share of k3 above which a cause precedes all others, since none of them can account for as much of it."""
+MIN_NOISE_SHARE, MIN_SURE_SHARE = 0.25, 0.1
+"""Share of k3 or of |Δ| that noise must account for to be named, and the lower end of its interval."""
 MIN_LISTED_SHARE = 0.05
 """Share of k3, or of |Δ|, below which a cause that is no bug is not listed."""
 
@@ -42,17 +44,11 @@ def _percent(share: float) -> str:
 
 
 class RankedCause(NamedTuple):
-    """A cause that the records show.
+    """A cause that the records show."""
 
-    Attributes:
-        cause: the cause.
-        detection: what its detector found.
-        share: the share of the mismatch that it accounts for; None if that can't be measured.
-    """
-
-    cause: Cause
-    detection: Detection
-    share: ExplainedShare | None
+    cause: Cause  # the cause
+    detection: Detection  # what its detector found
+    share: ExplainedShare | None  # the share of the mismatch that it accounts for; None if that can't be measured
 
 
 def rank_causes(detections: Mapping[str, Detection], evidence: Evidence) -> list[RankedCause]:
@@ -93,9 +89,15 @@ def rank_causes(detections: Mapping[str, Detection], evidence: Evidence) -> list
         share = shares[id_] = None if explained is None else ExplainedShare(*map(_share, explained, total))
         if share is None:
             ranks[id_] = _unmeasured_rank(cause, evidence)
+        elif id_ in ("routing", "precision") and not _is_sure_of_part(share):
+            continue  # there is such noise, too, but the mismatch is something else
         elif cause.is_bug or max(share.k3.value, share.capped_abs.value) >= MIN_LISTED_SHARE:
             ranks[id_] = (share.k3.value + share.capped_abs.value) / 2 + (share.k3.value > LARGEST_PART)
     return [RankedCause(shown[id_], detections[id_], shares[id_]) for id_ in sorted(ranks, key=lambda id_: -ranks[id_])]
+
+
+def _is_sure_of_part(share: ExplainedShare) -> bool:
+    return any(part.value >= MIN_NOISE_SHARE and part.low >= MIN_SURE_SHARE for part in share)
 
 
 def _disjoint_sums(shown: Mapping[str, Detection], evidence: Evidence) -> dict[str, MismatchSums | None]:

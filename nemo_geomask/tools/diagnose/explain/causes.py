@@ -15,27 +15,16 @@ from nemo_geomask.tools.diagnose.explain.evidence import Detector
 
 @dataclass(frozen=True)
 class Cause:
-    """One possible cause of a mismatch, or a place.
+    """One possible cause of a mismatch, or a place."""
 
-    Attributes:
-        id: identifier for programs.
-        name: noun phrase that completes the verdict's sentence.
-        is_bug: True if the cause is a fault that makes the run broken however small the mismatch is.
-        threshold: the cause is shown if the value that ``detect`` measures exceeds this.
-        rationale: meaning of the threshold, and its source.
-        action: what to do about the cause; of a place, what tells its causes apart.
-        detect: function that looks for the cause.
-        likely: the likeliest causes of a place; empty for a cause.
-    """
-
-    id: str
-    name: str
-    is_bug: bool
-    threshold: float
-    rationale: str
-    action: str
-    detect: Detector
-    likely: tuple[str, ...] = ()
+    id: str  # identifier for programs
+    name: str  # noun phrase that completes the verdict's sentence
+    is_bug: bool  # True if the cause is a fault that makes the run broken however small the mismatch is
+    threshold: float  # the cause is shown if the value that ``detect`` measures exceeds this
+    rationale: str  # meaning of the threshold, and its source
+    action: str  # what to do about the cause; of a place, what tells its causes apart
+    detect: Detector  # function that looks for the cause
+    likely: tuple[str, ...] = ()  # the likeliest causes of a place; empty for a cause
 
     @property
     def is_place(self) -> bool:

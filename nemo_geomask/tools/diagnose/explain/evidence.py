@@ -72,31 +72,21 @@ class Evidence:
     *after* is the whole run, or the part of it since an earlier rise of the mismatch ended.
 
     Attributes:
-        statistics: statistics of the whole run.
-        onset: first step of the rise; None if there was none, or the run is compared with another run.
-        first_step: first step of *after*.
-        is_worse: True if the mismatch exceeds a health limit, or is significantly larger than *before*.
-        tokens_before: the tokens of *before*; None if there are none.
         before, after: the windows of both sides, for tables; ``before`` is None if no window precedes the rise.
-        sums_before: sums over *before*; None if there is nothing to compare with.
-        steps_after: steps of *after* that hold tokens with log-probs of both engines.
-        side_names: names of *before* and *after* in tables.
-        step_sums_before: sums of each step of *before*.
-        period: the cycle in which the mismatch repeats from step to step; None if it does not.
     """
 
-    statistics: RunStatistics
-    onset: int | None
-    first_step: int
-    is_worse: bool
-    tokens_before: TokenTable | None
+    statistics: RunStatistics  # statistics of the whole run
+    onset: int | None  # first step of the rise; None if there was none, or the run is compared with another run
+    first_step: int  # first step of *after*
+    is_worse: bool  # True if the mismatch exceeds a health limit, or is significantly larger than *before*
+    tokens_before: TokenTable | None  # the tokens of *before*; None if there are none
     before: Window | None
     after: Window
-    sums_before: StepSums | None
-    steps_after: tuple[int, ...]
-    side_names: tuple[str, str]
-    step_sums_before: tuple[StepSums, ...] = ()
-    period: Period | None = None
+    sums_before: StepSums | None  # sums over *before*; None if there is nothing to compare with
+    steps_after: tuple[int, ...]  # steps of *after* that hold tokens with log-probs of both engines
+    side_names: tuple[str, str]  # names of *before* and *after* in tables
+    step_sums_before: tuple[StepSums, ...] = ()  # sums of each step of *before*
+    period: Period | None = None  # the cycle in which the mismatch repeats from step to step; None if it does not
 
     @cached_property
     def tokens(self) -> TokenTable:
@@ -175,32 +165,24 @@ class Detection:
     """Result of a detector, which looks for one cause.
 
     Attributes:
-        value: the measured value, in the unit of the cause's threshold; NaN if the records lack the data.
-        description: the measurement as text.
-        is_shown: True if the records show the cause.
-        steps: the steps that show the cause, if it is judged step by step.
-        needs: data that a test of the cause needs and the records lack; empty if the cause was tested.
         explained: mismatch of *after* that the cause accounts for; None if it can't be measured.
-        is_standing: True if the cause is shown by *after* alone, although it is no worse than *before*.
         part_value: value of the cause in some steps' tokens, whose rise is its onset; None if it has none of its own.
         is_open: True if the records could show the cause and leave it open, so that the run can't be called healthy.
         detectable_share: share of |Δ| that the cause must account for to be shown; NaN if it is not known.
-        place: the tokens that have it, as a phrase; empty if all tokens do.
-        is_explained: True if the place stands out, but another one explains it.
     """
 
-    value: float
-    description: str
-    is_shown: bool = False
-    steps: tuple[int, ...] = ()
-    needs: str = ""
+    value: float  # the measured value, in the unit of the cause's threshold; NaN if the records lack the data
+    description: str  # the measurement as text
+    is_shown: bool = False  # True if the records show the cause
+    steps: tuple[int, ...] = ()  # the steps that show the cause, if it is judged step by step
+    needs: str = ""  # data that a test of the cause needs and the records lack; empty if the cause was tested
     explained: MismatchSums | None = None
-    is_standing: bool = False
+    is_standing: bool = False  # True if the cause is shown by *after* alone, although it is no worse than *before*
     part_value: Callable[[TokenTable], float] | None = None
     is_open: bool = False
     detectable_share: float = math.nan
-    place: str = ""
-    is_explained: bool = False
+    place: str = ""  # the tokens that have it, as a phrase; empty if all tokens do
+    is_explained: bool = False  # True if the place stands out, but another one explains it
 
     @property
     def state(self) -> DetectionState:

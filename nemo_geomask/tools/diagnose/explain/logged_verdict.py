@@ -33,25 +33,20 @@ class LoggedMetric:
     """A quantity that training systems log, and how it is judged.
 
     Attributes:
-        names: its names by system, without prefixes such as ``train/`` and ``actor/``.
-        excess: how far a value is on the bad side of perfect agreement, 0 or more.
         drifting, broken: limits of the excess.
-        floor: excess below which the mismatch is too small to matter.
-        limits: the limits as the verdict prints them.
         smallest, largest: what the quantity can be; a value outside is named and not judged.
-        impossible: what a value outside means.
         is_signed: True if a value below ``smallest`` is judged by its size: it may be of another KL estimator.
     """
 
-    names: Mapping[str, tuple[str, ...]]
-    excess: Callable[[float], float]
+    names: Mapping[str, tuple[str, ...]]  # its names by system, without prefixes such as ``train/`` and ``actor/``
+    excess: Callable[[float], float]  # how far a value is on the bad side of perfect agreement, 0 or more
     drifting: float
     broken: float
-    floor: float
-    limits: str
+    floor: float  # excess below which the mismatch is too small to matter
+    limits: str  # the limits as the verdict prints them
     smallest: float = 0.0
     largest: float = math.inf
-    impossible: str = "a mean of absolute values can't be below 0"
+    impossible: str = "a mean of absolute values can't be below 0"  # what a value outside means
     is_signed: bool = False
 
 
@@ -158,18 +153,14 @@ class LoggedVerdict:
     """Verdict from logged metrics alone. They cannot identify a cause, and have no interval over sequences.
 
     Attributes:
-        health: health of the run.
-        since: first step of the rise to unhealthy values; None if there was none.
         values: median of each judged metric over the last third of the steps, or those since a rise within them.
-        remarks: spikes, impossible values and rises that are no reason for the verdict.
-        sentence: the verdict as text.
     """
 
-    health: Health
-    since: int | None
+    health: Health  # health of the run
+    since: int | None  # first step of the rise to unhealthy values; None if there was none
     values: Mapping[str, float]
-    remarks: tuple[str, ...]
-    sentence: str
+    remarks: tuple[str, ...]  # spikes, impossible values and rises that are no reason for the verdict
+    sentence: str  # the verdict as text
 
 
 class _MetricVerdict(NamedTuple):

@@ -26,33 +26,25 @@ class MismatchRatio(NamedTuple):
     """Ratio of a run's mismatch to that of another run, with confidence intervals.
 
     Attributes:
-        name: name of the other run.
-        times: ratio of the mean min(|Δ|, 1) in units of 1 − p.
         low, high: ends of its interval.
-        k3_times: ratio of the mean k3 in units of (1 − p)².
         k3_low, k3_high: ends of its interval.
     """
 
-    name: str
-    times: float
+    name: str  # name of the other run
+    times: float  # ratio of the mean min(|Δ|, 1) in units of 1 − p
     low: float
     high: float
-    k3_times: float
+    k3_times: float  # ratio of the mean k3 in units of (1 − p)²
     k3_low: float
     k3_high: float
 
 
 @dataclass(frozen=True)
 class ShownCause:
-    """A cause that the records show, with its share of the mismatch, and its onset.
+    """A cause that the records show, with its share of the mismatch, and its onset."""
 
-    Attributes:
-        ranked: the cause, its detection and its share.
-        since: first step that shows it; None if that is the first step of the run, or two runs are compared.
-    """
-
-    ranked: RankedCause
-    since: int | None
+    ranked: RankedCause  # the cause, its detection and its share
+    since: int | None  # first step that shows it; None if that is the first step of the run, or two runs are compared
 
     @property
     def cause(self) -> Cause:
@@ -85,31 +77,21 @@ class RunDiagnosis:
     """Diagnosis of a run from its records.
 
     Attributes:
-        health: health of the run; meaningless if there is an ``unjudged_reason``.
         since: first step of the named cause, or else of the rise; None if there is no change, or the first step already
             has it.
-        shown: the causes that are shown, the one that accounts for most of the mismatch first.
-        detections: result of each cause's detector, by the id of the cause.
-        readings: value of each health limit over the steps that count, by its name.
-        alarms: numbers that have changed during the run.
-        evidence: the data that the detectors read.
-        counted_steps: number of steps that the readings are computed over.
-        surprise: mean of −gen over these steps, in nats a token.
-        unjudged_reason: why no verdict is possible; empty if there is one.
-        comparison: mismatch relative to the other run, if the run was compared with one.
     """
 
-    health: Health
+    health: Health  # health of the run; meaningless if there is an ``unjudged_reason``
     since: int | None
-    shown: tuple[ShownCause, ...]
-    detections: dict[str, Detection]
-    readings: dict[str, Reading]
-    alarms: tuple[Alarm, ...]
-    evidence: Evidence
-    counted_steps: int
-    surprise: float
-    unjudged_reason: str = ""
-    comparison: MismatchRatio | None = None
+    shown: tuple[ShownCause, ...]  # the causes that are shown, the one that accounts for most of the mismatch first
+    detections: dict[str, Detection]  # result of each cause's detector, by the id of the cause
+    readings: dict[str, Reading]  # value of each health limit over the steps that count, by its name
+    alarms: tuple[Alarm, ...]  # numbers that have changed during the run
+    evidence: Evidence  # the data that the detectors read
+    counted_steps: int  # number of steps that the readings are computed over
+    surprise: float  # mean of −gen over these steps, in nats a token
+    unjudged_reason: str = ""  # why no verdict is possible; empty if there is one
+    comparison: MismatchRatio | None = None  # mismatch relative to the other run, if the run was compared with one
 
     @property
     def cause(self) -> Cause | None:

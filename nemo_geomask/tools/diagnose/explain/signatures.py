@@ -59,31 +59,18 @@ UNSURE_BIN = int(np.digitize(2.0, SURPRISE_EDGES))
 
 @dataclass(frozen=True)
 class Profile:
-    """Typical Δ of each bin of probability that has enough tokens.
+    """Typical Δ of each bin of probability that has enough tokens."""
 
-    Attributes:
-        bins: [K], number of the bin, in the order of falling probability.
-        tokens: [K], weighted number of tokens.
-        surprise: [K], mean surprise.
-        delta: [K], trimmed mean of Δ.
-        weight: [K], trimmed mean of exp(Δ) − 1.
-        tilt: [K], mean of Δ/(1 − p), clipped.
-        median: [K], median of Δ.
-        error: [K], standard error of ``delta``.
-        tilt_error: [K], standard error of ``tilt``.
-        tilt_square: [K], mean square of Δ/(1 − p), clipped.
-    """
-
-    bins: Array
-    tokens: Array
-    surprise: Array
-    delta: Array
-    weight: Array
-    tilt: Array
-    median: Array
-    error: Array
-    tilt_error: Array
-    tilt_square: Array
+    bins: Array  # [K], number of the bin, in the order of falling probability
+    tokens: Array  # [K], weighted number of tokens
+    surprise: Array  # [K], mean surprise
+    delta: Array  # [K], trimmed mean of Δ
+    weight: Array  # [K], trimmed mean of exp(Δ) − 1
+    tilt: Array  # [K], mean of Δ/(1 − p), clipped
+    median: Array  # [K], median of Δ
+    error: Array  # [K], standard error of ``delta``
+    tilt_error: Array  # [K], standard error of ``tilt``
+    tilt_square: Array  # [K], mean square of Δ/(1 − p), clipped
 
     def mean(self, values: Array) -> float:
         """Return the mean of a value over all tokens."""

@@ -50,27 +50,16 @@ _NO_COMMON_TOKENS = "no sequence has a trained token with log-probs of both engi
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Statistics of a run, and what is derived from them before its causes are sought.
+    """Statistics of a run, and what is derived from them before its causes are sought."""
 
-    Attributes:
-        statistics: statistics of the run.
-        against: statistics of the other run, if there is one.
-        name: name of the other run.
-        judged_steps: steps that hold tokens with log-probs of both engines.
-        is_worse: as in :class:`Evidence`.
-        is_immaterial: True if the mismatch is too small to matter in the steps that count.
-        period: the cycle in which the mismatch repeats.
-        sequences: number of sequences that the verdict rests on; of two compared runs, that of the smaller one.
-    """
-
-    statistics: RunStatistics
-    against: RunStatistics | None
-    name: str
-    judged_steps: list[int]
-    is_worse: bool
-    is_immaterial: bool
-    period: Period | None
-    sequences: float
+    statistics: RunStatistics  # statistics of the run
+    against: RunStatistics | None  # statistics of the other run, if there is one
+    name: str  # name of the other run
+    judged_steps: list[int]  # steps that hold tokens with log-probs of both engines
+    is_worse: bool  # as in :class:`Evidence`
+    is_immaterial: bool  # True if the mismatch is too small to matter in the steps that count
+    period: Period | None  # the cycle in which the mismatch repeats
+    sequences: float  # number of sequences that the verdict rests on; of two compared runs, that of the smaller one
 
 
 def diagnose(

@@ -26,19 +26,12 @@ MAX_SLOPE_RESIDUAL = 0.8
 
 
 class ChangePoint(NamedTuple):
-    """A point at which a series changes.
+    """A point at which a series changes."""
 
-    Attributes:
-        first: index of the first changed value.
-        rise: mean of the changed values minus the mean of the values before.
-        score: the rise in standard errors.
-        is_gradual: True if a slope begins there, False if the series jumps.
-    """
-
-    first: int
-    rise: float
-    score: float
-    is_gradual: bool
+    first: int  # index of the first changed value
+    rise: float  # mean of the changed values minus the mean of the values before
+    score: float  # the rise in standard errors
+    is_gradual: bool  # True if a slope begins there, False if the series jumps
 
 
 def find_change(

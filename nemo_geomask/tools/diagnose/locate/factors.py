@@ -25,11 +25,10 @@ class Levels:
     """Levels of a factor in a table.
 
     Attributes:
-        of_token: [M], the level of each token; −1 where the factor is not recorded.
         values: value of each level in ascending order; of a bin, its lowest number and the first above it or None.
     """
 
-    of_token: Array
+    of_token: Array  # [M], the level of each token; −1 where the factor is not recorded
     values: Sequence[Any]
 
 
@@ -38,22 +37,17 @@ class Factor:
     """A property of a token or of its sequence.
 
     Attributes:
-        id: identifier for programs.
         read: returns the property: [S], or [M] if ``is_of_token``; NaN or None where it is not recorded.
         describe: phrase for the tokens of some levels, from their values and the number of all levels.
-        edges: edges of bins for numbers, of which a range is sought; None: any levels are chosen.
-        needs: data that must be recorded for it; empty if every record has it.
-        is_of_token: True if it distinguishes the tokens of one sequence.
-        is_coarse: True if it may be crossed with another one.
     """
 
-    id: str
+    id: str  # identifier for programs
     read: Callable[[TokenTable], Array]
     describe: Callable[[Sequence[Any], int], str]
-    edges: Array | None = None
-    needs: str = ""
-    is_of_token: bool = False
-    is_coarse: bool = True
+    edges: Array | None = None  # edges of bins for numbers, of which a range is sought; None: any levels are chosen
+    needs: str = ""  # data that must be recorded for it; empty if every record has it
+    is_of_token: bool = False  # True if it distinguishes the tokens of one sequence
+    is_coarse: bool = True  # True if it may be crossed with another one
 
     def divide(self, table: TokenTable) -> Levels | None:
         """Divide a table; None if it holds fewer than two levels."""

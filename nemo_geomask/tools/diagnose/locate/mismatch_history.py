@@ -28,17 +28,11 @@ MIN_LIKELY_SCORE = 4.0
 
 
 class _Measure(NamedTuple):
-    """A mismatch whose changes are sought.
+    """A mismatch whose changes are sought."""
 
-    Attributes:
-        name: the sum of the mismatch.
-        expected: the sum that it is proportional to if it is noise on the logits.
-        min_rise: smallest change of its logarithm that counts.
-    """
-
-    name: str
-    expected: str
-    min_rise: float
+    name: str  # the sum of the mismatch
+    expected: str  # the sum that it is proportional to if it is noise on the logits
+    min_rise: float  # smallest change of its logarithm that counts
 
 
 _TYPICAL, _TAIL = _Measure("capped_abs", "one_minus_p", MIN_RISE), _Measure("k3", "one_minus_p_squared", math.log(1.8))
@@ -53,12 +47,11 @@ class Rise(NamedTuple):
     """The rise of the mismatch that the run has not recovered from.
 
     Attributes:
-        onset: first step of the rise; None if there was none, or it has ended.
         first_step: first step that counts for the verdict: the onset, or the first step after an earlier rise ended;
             None if all steps count.
     """
 
-    onset: int | None
+    onset: int | None  # first step of the rise; None if there was none, or it has ended
     first_step: int | None
 
 
@@ -199,19 +192,15 @@ class Alarm:
     """A number that has changed during the run.
 
     Attributes:
-        metric: name of the number.
-        since: first step of the change.
         before, after: means of the number over the steps before the change, and from the change on.
-        score: the change in standard errors.
-        is_gradual: True if a slope begins at that step, False if the number jumps.
     """
 
-    metric: str
-    since: int
+    metric: str  # name of the number
+    since: int  # first step of the change
     before: float
     after: float
-    score: float
-    is_gradual: bool
+    score: float  # the change in standard errors
+    is_gradual: bool  # True if a slope begins at that step, False if the number jumps
 
 
 def find_alarms(statistics: RunStatistics, steps: list[int], since: int | None = None) -> tuple[Alarm, ...]:

@@ -69,33 +69,19 @@ MAX_PROBABILITY_FACTOR = 2.0
 
 @dataclass(frozen=True)
 class Region:
-    """A part of the data that holds more mismatch than its exposure.
+    """A part of the data that holds more mismatch than its exposure."""
 
-    Attributes:
-        factors: the factor, or the two that are crossed.
-        description: phrase for its tokens.
-        is_member: bool [M], its tokens in the searched table.
-        sequences: share of the sequences that have such tokens.
-        exposure: share of the exposure, q.
-        mismatch: share of the mismatch, x.
-        lift: rate inside relative to the rate outside.
-        excess: share of the mismatch beyond the rate outside.
-        score: standard errors by which the logarithm of the lift exceeds 0.
-        information: I, in nats.
-        values: values of the levels of the first factor.
-    """
-
-    factors: tuple[Factor, ...]
-    description: str
-    is_member: Array
-    sequences: float
-    exposure: float
-    mismatch: float
-    lift: float
-    excess: float
-    score: float
-    information: float
-    values: Sequence[Any] = ()
+    factors: tuple[Factor, ...]  # the factor, or the two that are crossed
+    description: str  # phrase for its tokens
+    is_member: Array  # bool [M], its tokens in the searched table
+    sequences: float  # share of the sequences that have such tokens
+    exposure: float  # share of the exposure, q
+    mismatch: float  # share of the mismatch, x
+    lift: float  # rate inside relative to the rate outside
+    excess: float  # share of the mismatch beyond the rate outside
+    score: float  # standard errors by which the logarithm of the lift exceeds 0
+    information: float  # I, in nats
+    values: Sequence[Any] = ()  # values of the levels of the first factor
 
     @property
     def id(self) -> str:
@@ -128,13 +114,12 @@ class Location:
         tested: for each factor that divides the tokens, the smallest share of the mismatch that a typical region of it
             must hold to stand out.
         standing_out: ids of the factors with a region that stands out by itself, named or explained by another one.
-        doubtful: regions that are surely worse than the rest, but not by enough to be named.
     """
 
     regions: tuple[Region, ...] = ()
     tested: Mapping[str, float] = field(default_factory=dict)
     standing_out: frozenset[str] = frozenset()
-    doubtful: tuple[Region, ...] = ()
+    doubtful: tuple[Region, ...] = ()  # regions that are surely worse than the rest, but not by enough to be named
 
     def outside(self, count: int) -> Array:
         """Return bool [M], the tokens in none of the regions."""
@@ -149,17 +134,14 @@ class _SearchedTokens:
     """Tokens to search, with their mismatch A and exposure E, both times the sampling weight.
 
     Attributes:
-        table: the tokens.
         mismatch, exposure: [M].
-        half: int [S], the half of each sequence: 0 to choose levels, 1 to measure.
-        before: earlier tokens with the same sums, if there are any.
     """
 
-    table: TokenTable
+    table: TokenTable  # the tokens
     mismatch: Array
     exposure: Array
-    half: Array
-    before: _SearchedTokens | None = None
+    half: Array  # int [S], the half of each sequence: 0 to choose levels, 1 to measure
+    before: _SearchedTokens | None = None  # earlier tokens with the same sums, if there are any
     levels: dict[str, Levels | None] = field(default_factory=dict)
 
     def divide(self, factor: Factor) -> Levels | None:

@@ -19,31 +19,19 @@ MAX_CHANCE = 1e-5
 
 
 class EdgeRise(NamedTuple):
-    """A rise that too few values precede or follow to be sure that it lasts.
+    """A rise that too few values precede or follow to be sure that it lasts."""
 
-    Attributes:
-        first: index of the first value after the rise.
-        times: ratio of the mean after the rise to the mean before.
-    """
-
-    first: int
-    times: float
+    first: int  # index of the first value after the rise
+    times: float  # ratio of the mean after the rise to the mean before
 
 
 class Period(NamedTuple):
-    """A cycle in which the mismatch repeats.
+    """A cycle in which the mismatch repeats."""
 
-    Attributes:
-        steps: length of the cycle.
-        times: ratio of the largest mean of a phase to the smallest.
-        phases: by the number of a step, its phase: its position in the cycle, counted from 0.
-        lowest: the phase with the smallest mean.
-    """
-
-    steps: int
-    times: float
-    phases: dict[int, int]
-    lowest: int
+    steps: int  # length of the cycle
+    times: float  # ratio of the largest mean of a phase to the smallest
+    phases: dict[int, int]  # by the number of a step, its phase: its position in the cycle, counted from 0
+    lowest: int  # the phase with the smallest mean
 
 
 def find_edge_rise(logarithms: Sequence[float], min_noise: float) -> EdgeRise | None:

@@ -48,17 +48,14 @@ class Quantity:
     """A number of one step, or of several steps together.
 
     Attributes:
-        name: name under which NeMo-RL or this package reports it, if either does.
-        definition: its definition, as tables, figures and pages show it.
         value: computes it from the sums by name: those of steps, and with ``has_interval`` also arrays of bootstrap
             replicates; NaN if the records don't contain the data.
-        has_interval: True if the number is of ``BOOTSTRAP_SUMS`` alone.
     """
 
-    name: str
-    definition: str
+    name: str  # name under which NeMo-RL or this package reports it, if either does
+    definition: str  # its definition, as tables, figures and pages show it
     value: Callable[[Any], Any]
-    has_interval: bool = field(default=False, kw_only=True)
+    has_interval: bool = field(default=False, kw_only=True)  # True if the number is of ``BOOTSTRAP_SUMS`` alone
 
     def estimate(self, sums: StepSums) -> Estimate:
         """Return the number over the steps of ``sums``."""
