@@ -19,7 +19,11 @@ from nemo_geomask.losses import build_loss
 
 DOCS = Path(__file__).parent.parent / "docs"
 README = DOCS.parent / "README.md"
-PAGES = {path: path.read_text(encoding="utf-8") for path in sorted([*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md")])}
+# Without folders such as _parts, which make site writes.
+PAGES = {
+    path: path.read_text(encoding="utf-8")
+    for path in sorted([*DOCS.glob("*.md"), *DOCS.glob("[!_]*/**/*.md"), *DOCS.parent.glob("*.md")])
+}
 
 
 def blocks(text, language):
