@@ -14,7 +14,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis, diagnose
+    from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis
+    from nemo_geomask.tools.diagnose.explain.verdict import diagnose
     from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS_BY_NAME
     from nemo_geomask.tools.diagnose.measure.logprob_checks import UNSURE_LOGPROB
     from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
@@ -49,7 +50,7 @@ _MODULES = {
     "BIN_SUMS": "measure.thresholds",
     "DIMENSIONS_BY_NAME": "measure.dimensions",
     "MeasuredRun": "report.measured_run",
-    "RunDiagnosis": "explain.verdict",
+    "RunDiagnosis": "explain.run_diagnosis",
     "RunFiles": "read.record_sources",
     "RunStatistics": "measure.run_statistics",
     "UNSURE_LOGPROB": "measure.logprob_checks",

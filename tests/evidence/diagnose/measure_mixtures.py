@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis, diagnose
+from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis
+from nemo_geomask.tools.diagnose.explain.verdict import diagnose
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_survey import survey_block
 from nemo_geomask.tools.diagnose.read.record_reader import RecordBlock

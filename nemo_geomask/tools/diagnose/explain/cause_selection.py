@@ -13,8 +13,6 @@ from nemo_geomask.tools.diagnose.measure.thresholds import Estimate
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
-__all__ = ["Estimate", "ExplainedShare", "RankedCause", "rank_causes"]
-
 LARGEST_PART = 0.5
 """Share of k3 above which a cause precedes all others, since none of them can account for as much of it."""
 MIN_NOISE_SHARE, MIN_SURE_SHARE = 0.25, 0.1

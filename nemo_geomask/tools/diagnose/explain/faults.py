@@ -9,8 +9,6 @@ from dataclasses import replace
 from nemo_geomask.tools.diagnose.explain.evidence import Detection, Evidence, MismatchSums, fault_mismatch
 from nemo_geomask.tools.diagnose.measure.step_sums import StepSums, ratio_or_nan
 
-__all__ = ["MIN_SHIFTED_IN_ONE_STEP", "detect_nonfinite", "detect_positive", "detect_shift", "detect_zeros"]
-
 MIN_SHIFTED_IN_ONE_STEP = 0.05
 """Share of a step's sequences that must be shifted if no other step has shifted sequences."""
 

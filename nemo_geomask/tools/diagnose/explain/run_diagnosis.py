@@ -14,8 +14,6 @@ from nemo_geomask.tools.diagnose.locate.change_points import MIN_VALUES
 from nemo_geomask.tools.diagnose.locate.mismatch_history import Alarm
 from nemo_geomask.tools.diagnose.measure.thresholds import IMMATERIAL_K3, Health, Reading
 
-__all__ = ["MismatchRatio", "RunDiagnosis", "ShownCause", "causes_by_need"]
-
 NOTABLE_GROWTH, NOTABLE_SHARE = 4.0, 0.5
 """Growth of the few tokens with large noise, and their share of k3, above which a healthy verdict mentions them."""
 LOW_SURPRISE = 0.01

@@ -39,8 +39,6 @@ from nemo_geomask.tools.diagnose.measure.thresholds import (
 from nemo_geomask.tools.diagnose.measure.token_table import TokenTable
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
-__all__ = ["MismatchRatio", "RunDiagnosis", "diagnose"]
-
 MIN_K3_RATIO = 2.0
 """Factor by which the interval of a run's k3 must exceed the other run's for it to be worse."""
 _RELATIVE_CAUSES = (*PLACES, *NOISE_CAUSES, "temperature")

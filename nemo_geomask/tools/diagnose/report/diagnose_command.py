@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 
 from nemo_geomask.errors import ConfigError, DataError
-from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis, diagnose
+from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis
+from nemo_geomask.tools.diagnose.explain.verdict import diagnose
 from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS_BY_NAME, ENVIRONMENT
 from nemo_geomask.tools.diagnose.measure.ray_survey import connect_ray
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics

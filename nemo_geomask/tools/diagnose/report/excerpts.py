@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis
+from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis
 from nemo_geomask.tools.diagnose.measure.run_survey import read_step
 from nemo_geomask.tools.diagnose.measure.step_survey import trainer_column
 from nemo_geomask.tools.diagnose.read.record_reader import RecordBlock

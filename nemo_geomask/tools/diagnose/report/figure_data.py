@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis
+from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis
 from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS, Dimension
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_sums import StepSums

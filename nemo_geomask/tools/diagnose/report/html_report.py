@@ -20,8 +20,7 @@ import nemo_geomask
 from nemo_geomask.errors import DataError, GeomaskError
 from nemo_geomask.optional import require
 from nemo_geomask.tools.diagnose.explain.causes import CAUSES
-from nemo_geomask.tools.diagnose.explain.run_diagnosis import causes_by_need
-from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis
+from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis, causes_by_need
 from nemo_geomask.tools.diagnose.measure.thresholds import BIN_DEFINITIONS
 from nemo_geomask.tools.diagnose.read.logged_metrics import MetricSeries, read_logged
 from nemo_geomask.tools.diagnose.read.record_sources import RunFiles

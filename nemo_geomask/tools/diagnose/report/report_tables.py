@@ -11,7 +11,7 @@ import numpy as np
 
 from nemo_geomask.tools.diagnose.explain.causes import CAUSES
 from nemo_geomask.tools.diagnose.explain.evidence import Evidence
-from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis
+from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis
 from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS_BY_NAME, ENVIRONMENT
 from nemo_geomask.tools.diagnose.measure.feedback import SHOWN_SCORE, mismatch_feedback, summarize_feedback
 from nemo_geomask.tools.diagnose.measure.run_statistics import MAX_ENVIRONMENTS

@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple
 
 from nemo_geomask.errors import DataError, GeomaskError, MissingDependencyError
 from nemo_geomask.tools.diagnose.explain.logged_verdict import expected_names, judge_logged
-from nemo_geomask.tools.diagnose.explain.verdict import RunDiagnosis, diagnose
+from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis
+from nemo_geomask.tools.diagnose.explain.verdict import diagnose
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.run_survey import survey_run
 from nemo_geomask.tools.diagnose.measure.thresholds import Health
