@@ -198,10 +198,8 @@ def _main() -> None:
         page: Path = arguments.page
         results = json.loads(out.read_text(encoding="utf-8"))
         text = rewrite(page.read_text(encoding="utf-8"), results)
-        mixtures = page.with_name("mixtures.json")
-        if mixtures.exists():
-            text = rewrite_mixtures(text, json.loads(mixtures.read_text(encoding="utf-8")))
-        page.write_text(text, encoding="utf-8")
+        mixtures = json.loads(page.with_name("mixtures.json").read_text(encoding="utf-8"))
+        page.write_text(rewrite_mixtures(text, mixtures), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -517,6 +517,11 @@ def test_the_page_has_the_recorded_measurements_and_the_thresholds_of_the_code()
     text = (docs / "evidence" / "diagnosis.md").read_text(encoding="utf-8")
     measured = json.loads((docs / "diagnose" / "power.json").read_text(encoding="utf-8"))
     assert detection_power.rewrite(text, measured) == text, "run: make docs"
+    mixtures = json.loads((docs / "evidence" / "mixtures.json").read_text(encoding="utf-8"))
+    assert detection_power.rewrite_mixtures(text, mixtures) == text, "run: make docs"
+    assert mixtures["wrong_cause"] <= 0.02 * mixtures["runs"]
+    assert mixtures["place_right"] >= 0.95 * mixtures["major"] >= 250
+    assert (mixtures["clean"], mixtures["not_healthy"]) == (100, 0)
     assert measured["seeds"] >= 20
     assert len(measured["false_alarms"]) <= 1
     for cause, rows in measured["planted"].items():
