@@ -163,7 +163,7 @@ def rewrite_mixtures(text: str, figures: dict[str, Any]) -> str:
                 name.replace("_", " "),
                 f"{counts['place_right']} of {counts['major']}",
                 f"{counts['minor_right']} of {minor}",
-                counts["wrong_cause"],
+                str(counts["wrong_cause"]),
                 others,
             )
         )
