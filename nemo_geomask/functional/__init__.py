@@ -3,7 +3,7 @@
 The tensors of a call are float32 or float64 and share one layout, such as [B, T] or [N]: see :func:`check_layout`.
 """
 
-# ruff: noqa: F403, F405
+# ruff: noqa: F403, F405 -- for type checkers alone; __all__ below names what the modules have
 from __future__ import annotations
 
 import importlib

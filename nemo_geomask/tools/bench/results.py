@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nemo_geomask.tools.shared.atomic_write import write_atomically
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, to_json
 from nemo_geomask.tools.shared.machine import package_versions, processor_name
 from nemo_geomask.tools.shared.terminal_tables import ABSENT, format_table
@@ -64,8 +65,11 @@ def write_result(folder: Path, benchmark: str, machine: Row, result: Row, *, par
     path = folder / f"{benchmark}-{name}-{machine['date']}.json"
     partial_path = path.with_suffix(".json.partial")
     content = {"version": JSON_VERSION, "benchmark": benchmark, "machine": machine, **result}
-    partial_path.write_text(to_json(content) + "\n", encoding="utf-8")
-    return partial_path if partial else partial_path.replace(path)
+    target = partial_path if partial else path
+    write_atomically(target, to_json(content) + "\n")
+    if not partial:
+        partial_path.unlink(missing_ok=True)
+    return target
 
 
 def format_number(value: float) -> str:

@@ -107,14 +107,9 @@ class Evidence:
 
         A region of probabilities does not count: causes of all tokens make some probabilities worse than others.
         """
-        is_outside = np.ones(len(self.tokens), bool)
-        for region in self.location.regions:
-            if region.id != "probability":
-                is_outside &= ~region.is_member
-        outside = self.tokens.select(is_outside)
-        whole = float((self.tokens.weight * self.tokens.one_minus_p).sum())
-        enough = float((outside.weight * outside.one_minus_p).sum()) > MIN_OUTSIDE * whole
-        return outside if enough else self.tokens
+        outside = self.tokens.select(self.location.outside(len(self.tokens), ignored="probability"))
+        expected, remaining = (float((part.weight * part.one_minus_p).sum()) for part in (self.tokens, outside))
+        return outside if remaining > MIN_OUTSIDE * expected else self.tokens
 
     @cached_property
     def sums_after(self) -> StepSums:

@@ -8,6 +8,7 @@ regions that hold the excess (``Evidence.elsewhere``): within one, the region sa
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -73,8 +74,8 @@ def median_noise(table: TokenTable) -> float:
 def _large_shares(table: TokenTable, limit: float) -> Array:
     """Return [1 + REPLICATES], the share of tokens whose noise exceeds a limit."""
     weight = table.one_minus_p
-    large, whole = sum_with_replicates(table, np.stack([weight * (noise_of(table) > limit), weight], axis=1)).T
-    shares: Array = large / np.maximum(whole, 1e-12)
+    large, total = sum_with_replicates(table, np.stack([weight * (noise_of(table) > limit), weight], axis=1)).T
+    shares: Array = large / np.maximum(total, 1e-12)
     return shares
 
 
@@ -97,33 +98,42 @@ def _needs(evidence: Evidence, *, is_beyond: bool) -> str:
     return "a larger mismatch over all tokens" if is_beyond and not evidence.is_worse else ""
 
 
-def detect_few_tokens(evidence: Evidence, threshold: float) -> Detection:
-    """Look for an increase of the tokens whose noise is large in comparison with that of a typical token.
+class _Tail(NamedTuple):
+    """The tokens with more than ``factor`` times the median noise."""
 
-    The tail of the noise is judged beyond several multiples of its median; the one whose additional tokens account for
-    most of k3 is reported.
-    """
-    table, total, best = evidence.elsewhere, evidence.mismatch_after, None
-    if not len(table):
-        return Detection(math.nan, "too few tokens", needs="tokens with log-probs of both engines")
-    median = median_noise(table)
-    noise = noise_of(table)
+    factor: float
+    growth: Array  # [1 + REPLICATES], their share relative to the earlier one
+    explained: MismatchSums  # mismatch of the additional ones
+    flags: Array  # bool [M]
+
+
+@lru_cache(maxsize=2)
+def _find_tail(table: TokenTable, before: TokenTable | None) -> _Tail:
+    """Return the tail of the noise beyond that multiple of its median whose additional tokens hold most of k3."""
+    median, earlier_median = median_noise(table), TYPICAL_NOISE.median if before is None else median_noise(before)
+    noise, mismatch = noise_of(table), np.stack([k3_of(table), table.capped_abs], axis=1)
+    tails = []
     for index, factor in enumerate(LARGE_NOISE_FACTORS):
         limit = factor * max(median, 1e-9)
         shares = _large_shares(table, limit)
-        if evidence.tokens_before is None:
+        if before is None:
             earlier: Array = np.full_like(shares, TYPICAL_NOISE.large_shares[index])
         else:
-            earlier = _large_shares(evidence.tokens_before, factor * max(median_noise(evidence.tokens_before), 1e-9))
+            earlier = _large_shares(before, factor * max(earlier_median, 1e-9))
         growth = shares / np.maximum(earlier, MIN_LARGE_SHARE)
         additional = np.maximum(1 - 1 / np.maximum(growth, 1e-12), 0)
         flags = noise > limit
-        columns = np.stack([k3_of(table) * flags, table.capped_abs * flags], axis=1)
-        explained = MismatchSums(*(additional * sums for sums in sum_with_replicates(table, columns).T))
-        if best is None or explained.k3[0] > best[1].k3[0]:
-            best = growth, explained, factor, flags
-    assert best is not None
-    growth, explained, factor, flags = best
+        sums = sum_with_replicates(table, mismatch * flags[:, None])
+        tails.append(_Tail(factor, growth, MismatchSums(*(additional * column for column in sums.T)), flags))
+    return max(tails, key=lambda tail: float(tail.explained.k3[0]))
+
+
+def detect_few_tokens(evidence: Evidence, threshold: float) -> Detection:
+    """Look for an increase of the tokens whose noise is large in comparison with that of a typical token."""
+    table, total, before = evidence.elsewhere, evidence.mismatch_after, evidence.tokens_before
+    if not len(table):
+        return Detection(math.nan, "too few tokens", needs="tokens with log-probs of both engines")
+    factor, growth, explained, flags = _find_tail(table, before)
     share = max(float(part[0]) / max(float(sums[0]), 1e-12) for part, sums in zip(explained, total, strict=True))
     few = float((table.weight * flags).sum() / table.weight.sum())
     is_beyond = (
@@ -134,7 +144,7 @@ def detect_few_tokens(evidence: Evidence, threshold: float) -> Detection:
     )
     description = (
         f"{few:.2g} of the tokens have more than {factor:g} times the median noise, {growth[0]:.1f} times as many as "
-        f"{'usual' if evidence.tokens_before is None else _reference(evidence)}"
+        f"{'usual' if before is None else _reference(evidence)}"
     )
     return Detection(
         float(growth[0]),
@@ -164,11 +174,11 @@ def detect_routing(evidence: Evidence, threshold: float) -> Detection:
     flags = noise_of(table) > LARGE_NOISE_FACTORS[0] * max(median_noise(table), 1e-9)
     change = np.expm1(np.clip(table.delta[flags].astype(float), -3.0, 3.0)) * table.weight[flags]
     sign = float(change.sum() / max(np.abs(change).sum(), 1e-30))
-    held = sum(region.excess for region in evidence.location.regions)
+    concentrated = sum(region.excess for region in evidence.location.regions)
     reason = ""
     if abs(sign) > MAX_ASYMMETRY:
         reason = f"their Δ has a sign ({sign:.2f}), which that of other experts has not"
-    elif held > MAX_CONCENTRATION:
+    elif concentrated > MAX_CONCENTRATION:
         reason = f"the mismatch is concentrated in {evidence.location.regions[0].description}"
     if reason:
         return Detection(detection.value, f"{detection.description}, but {reason}")

@@ -11,7 +11,6 @@ from nemo_geomask.tools.diagnose.explain.evidence import Detection, Detector, Ev
 from nemo_geomask.tools.diagnose.explain.noise import median_noise
 from nemo_geomask.tools.diagnose.locate.factors import FACTORS_BY_ID
 from nemo_geomask.tools.diagnose.locate.regions import MIN_LIFT, Region, compare
-from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
 from nemo_geomask.tools.diagnose.measure.token_table import TokenTable, sum_with_replicates
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
@@ -114,9 +113,7 @@ def _rate_in(region: Region) -> Callable[[TokenTable], float] | None:
         flags = region.contains(table)
         if flags is None or not flags.any() or flags.all():
             return math.nan
-        size, exposure = table.weight * table.capped_abs, table.weight * table.one_minus_p
-        inside, outside = (float(size[part].sum() / exposure[part].sum()) for part in (flags, ~flags))
-        return inside / max(outside, 1e-12)
+        return _rate(table, flags) / max(_rate(table, ~flags), 1e-12)
 
     return rate
 
@@ -156,9 +153,7 @@ def _compare_with_fresh(evidence: Evidence, threshold: float) -> Detection | Non
     region = compare(table.select(chosen), is_stale[chosen], FACTORS_BY_ID["staleness"], [(1, None)])
     if region is None or not region.stands_out:
         return None
-    size, exposure = table.weight * table.capped_abs, table.weight * table.one_minus_p
-    rest = float(size[is_fresh].sum() / exposure[is_fresh].sum())
-    excess = 1 - rest / _rate(table, is_stale)
+    excess = 1 - _rate(table, is_fresh) / _rate(table, is_stale)
     columns = np.stack([k3_of(table) * is_stale * excess, table.capped_abs * is_stale * excess], axis=1)
     return Detection(
         region.excess,
@@ -169,6 +164,7 @@ def _compare_with_fresh(evidence: Evidence, threshold: float) -> Detection | Non
 
 
 def _rate(table: TokenTable, flags: Array) -> float:
+    """Return the mismatch of some tokens relative to the expected one."""
     return float((table.weight * table.capped_abs)[flags].sum() / (table.weight * table.one_minus_p)[flags].sum())
 
 
@@ -177,7 +173,7 @@ def _detect_sawtooth(evidence: Evidence) -> Detection | None:
     period = evidence.period
     assert period is not None
     steps = [step for step in evidence.steps_after if step in period.phases]
-    rates = {step: _rate_of(evidence.statistics.steps[step]) for step in steps}
+    rates = {step: evidence.statistics.steps[step].mean("capped_abs", "one_minus_p") for step in steps}
     age = {step: (period.phases[step] - period.lowest) % period.steps for step in steps}
     if period.steps < MIN_CYCLE_LEVELS:
         return None
@@ -197,7 +193,3 @@ def _detect_sawtooth(evidence: Evidence) -> Detection | None:
         "age of samples between two refits does; the records hold no weight versions"
     )
     return Detection(share, description, True, explained=explained)
-
-
-def _rate_of(sums: StepSums) -> float:
-    return sums.mean("capped_abs", "one_minus_p")

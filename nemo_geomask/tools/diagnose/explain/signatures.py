@@ -25,7 +25,7 @@ from nemo_geomask.tools.diagnose.explain.evidence import (
 )
 from nemo_geomask.tools.diagnose.measure.dimensions import SURPRISE_EDGES
 from nemo_geomask.tools.diagnose.measure.step_sums import ratio_or_nan
-from nemo_geomask.tools.diagnose.measure.token_table import TokenTable, sum_with_replicates
+from nemo_geomask.tools.diagnose.measure.token_table import REPLICATES, TokenTable, sum_with_replicates
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
 TRIMMED_SHARE = 0.05
@@ -136,7 +136,7 @@ def _net_mismatch(table: TokenTable, is_used: Array | None = None) -> MismatchSu
         k3, capped, delta, squares, signed = sum_with_replicates(part, columns).T
         share = np.minimum(np.abs(signed) / np.maximum(squares, 1e-30), 1.0)
         total.append(np.stack([k3 * share, np.minimum(np.abs(delta), capped)]))
-    summed = sum(total, np.zeros((2, 1 + 50)))
+    summed = sum(total, np.zeros((2, 1 + REPLICATES)))
     return MismatchSums(summed[0], summed[1])
 
 
@@ -240,17 +240,25 @@ def _detect_scaled(table: TokenTable, evidence: Evidence, threshold: float) -> D
     )
 
 
+def _tilt(shape: Profile) -> tuple[Array, Array, float]:
+    """Return the squares that each bin's mean Δ/(1 − p) explains above and below 0, and twice the smaller share."""
+    is_significant = np.abs(shape.tilt) > MIN_BIN_ERRORS * shape.tilt_error
+    explained = shape.tokens * np.square(shape.tilt) * is_significant
+    up, down = np.where(shape.tilt > 0, explained, 0), np.where(shape.tilt < 0, explained, 0)
+    squares = max(float((shape.tokens * shape.tilt_square).sum()), 1e-30)
+    return up, down, 2 * min(float(up.sum()), float(down.sum())) / squares
+
+
 def _detect_temperature(table: TokenTable, evidence: Evidence, threshold: float) -> Detection:
     shape = profile(table)
     if shape is None:
         return Detection(math.nan, "too few tokens", needs="more tokens with log-probs of both engines")
-    squares = float((shape.tokens * shape.tilt_square).sum())
-    if not squares:
+    if not shape.tilt_square.any():
         return Detection(0.0, "the two engines agree on every token")
-    is_significant = np.abs(shape.tilt) > MIN_BIN_ERRORS * shape.tilt_error
-    explained = shape.tokens * np.square(shape.tilt) * is_significant
-    up, down = np.where(shape.tilt > 0, explained, 0), np.where(shape.tilt < 0, explained, 0)
-    share = min(2 * min(float(up.sum()), float(down.sum())) / squares, _tilt_by_prev(table))
+    up, down, share = _tilt(shape)
+    if share:  # noise tilts by the bins of one engine alone
+        swapped = profile(replace(table, gen=table.gen + table.delta, delta=-table.delta))
+        share = 0.0 if swapped is None else min(share, _tilt(swapped)[2])
     description = f"{share:.1%} of the variance of Δ/(1 − p) is a tilt between likely and unlikely tokens"
     if share > threshold:
         # Bins are in the order of falling probability, and the sharper engine has higher log-probs in the first ones.
@@ -258,24 +266,12 @@ def _detect_temperature(table: TokenTable, evidence: Evidence, threshold: float)
         name = "sharper" if raised < lowered else "flatter"
         description += f"; the training engine's distribution is the {name} one"
     is_used = np.zeros(len(SURPRISE_EDGES) + 1, bool)
-    is_used[shape.bins[is_significant]] = True
+    is_used[shape.bins[up + down > 0]] = True
     is_open = MIN_DOUBTFUL_TILT < share <= threshold and not evidence.compares_runs
     needs = "another run (--against): the difference is sure, but smaller than that of a named cause" if is_open else ""
     return Detection(
         share, description, share > threshold, needs=needs, explained=_net_mismatch(table, is_used), is_open=is_open
     )
-
-
-def _tilt_by_prev(table: TokenTable) -> float:
-    """Return the tilt between bins of the training engine's probability; noise tilts by one engine's bins alone."""
-    swapped = replace(table, gen=table.gen + table.delta, delta=-table.delta)
-    shape = profile(swapped)
-    if shape is None:
-        return 0.0
-    squares = float((shape.tokens * shape.tilt_square).sum())
-    is_significant = np.abs(shape.tilt) > MIN_BIN_ERRORS * shape.tilt_error
-    parts = [shape.tokens * np.square(shape.tilt) * is_significant * (sign * shape.tilt > 0) for sign in (1, -1)]
-    return 2 * min(float(part.sum()) for part in parts) / max(squares, 1e-30)
 
 
 def _detect_biased_weight(table: TokenTable, evidence: Evidence, threshold: float) -> Detection:

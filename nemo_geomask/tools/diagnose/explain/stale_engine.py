@@ -64,8 +64,8 @@ def detect_stale_engine(evidence: Evidence, threshold: float) -> Detection:
         needs = f"{MIN_STEPS_SINCE_RISE} steps since the rise"
     elif is_correlated and _has_aged(evidence):
         needs = "the engine's weights, since the recorded staleness rose with the mismatch and may be its cause"
-    held = sum(region.excess for region in evidence.location.regions if region.id not in _PLACES_OF_OLD_WEIGHTS)
-    is_shown = is_correlated and not needs and growth > MIN_GROWTH and held < MAX_HELD
+    elsewhere = sum(region.excess for region in evidence.location.regions if region.id not in _PLACES_OF_OLD_WEIGHTS)
+    is_shown = is_correlated and not needs and growth > MIN_GROWTH and elsewhere < MAX_HELD
     return Detection(z, description, is_shown, needs=needs, explained=explained)
 
 

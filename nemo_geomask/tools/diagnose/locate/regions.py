@@ -37,8 +37,6 @@ MIN_DOUBTFUL_LIFT = 1.35
 """Lift that healthy runs don't exceed: in clean runs of the lab, tokens after tool calls have up to 1.32."""
 MAX_EXPOSURE = 0.85
 """Largest share of the exposure in a region; a larger one is the rule, not a region."""
-MAX_STEPS = 0.6
-"""The same for steps: more of them are a change of the run, which is sought before."""
 MIN_LEFT_LIFT = 1.35
 """Lift below which a region is explained by another one."""
 MAX_LEFT_INFORMATION = 0.15
@@ -76,7 +74,6 @@ class Region:
     is_member: Array  # bool [M], its tokens in the searched table
     sequences: float  # share of the sequences that have such tokens
     exposure: float  # share of the exposure, q
-    mismatch: float  # share of the mismatch, x
     lift: float  # rate inside relative to the rate outside
     excess: float  # share of the mismatch beyond the rate outside
     score: float  # standard errors by which the logarithm of the lift exceeds 0
@@ -121,11 +118,12 @@ class Location:
     standing_out: frozenset[str] = frozenset()
     doubtful: tuple[Region, ...] = ()  # regions that are surely worse than the rest, but not by enough to be named
 
-    def outside(self, count: int) -> Array:
-        """Return bool [M], the tokens in none of the regions."""
+    def outside(self, count: int, *, ignored: str = "") -> Array:
+        """Return bool [M], the tokens in none of the regions; those of the ``ignored`` factor do not count."""
         flags = np.ones(count, bool)
         for region in self.regions:
-            flags &= ~region.is_member
+            if region.id != ignored:
+                flags &= ~region.is_member
         return flags
 
 
@@ -149,8 +147,11 @@ class _SearchedTokens:
             self.levels[factor.id] = factor.divide(self.table)
         return self.levels[factor.id]
 
-    def token_half(self) -> Array:
-        """Return [M], halves of each sequence's tokens."""
+    def halves(self, factor: Factor) -> Array:
+        """Return [M], the half of each token: that of its sequence, or for the factor of sequences one of its own."""
+        if factor.id != "sequence":
+            half: Array = self.half[self.table.sequence]
+            return half
         with np.errstate(over="ignore"):
             bits = mix_bits(
                 self.table.position.astype(np.uint64) + self.table.sequence.astype(np.uint64) * np.uint64(2**32)
@@ -158,9 +159,8 @@ class _SearchedTokens:
         return (bits & np.uint64(1)).astype(int)
 
     def select(self, is_kept: Array) -> _SearchedTokens:
-        return _SearchedTokens(
-            self.table.select(is_kept), self.mismatch[is_kept], self.exposure[is_kept], self.half, self.before
-        )
+        """Return some of the tokens, to be compared among themselves alone."""
+        return _SearchedTokens(self.table.select(is_kept), self.mismatch[is_kept], self.exposure[is_kept], self.half)
 
 
 def usual_rates(table: TokenTable) -> Array:
@@ -233,7 +233,7 @@ def locate(table: TokenTable, before: TokenTable | None = None) -> Location:
     standing_out: frozenset[str] = frozenset()
     doubtful: tuple[Region, ...] = ()
     is_left = np.ones(len(table), bool)
-    whole = float(search.mismatch.sum())
+    all_mismatch = float(search.mismatch.sum())
     for _ in range(MAX_REGIONS):
         rest = search
         if regions:
@@ -264,8 +264,8 @@ def locate(table: TokenTable, before: TokenTable | None = None) -> Location:
         best = _cross(rest, winner, candidates)
         is_member = np.zeros(len(table), bool)
         is_member[np.flatnonzero(is_left)] = best.is_member
-        share = float(rest.mismatch.sum()) / whole
-        region = replace(best, is_member=is_member, excess=best.excess * share, mismatch=best.mismatch * share)
+        share = float(rest.mismatch.sum()) / all_mismatch
+        region = replace(best, is_member=is_member, excess=best.excess * share)
         if regions and region.excess < MIN_EXCESS:
             break
         is_left &= ~is_member
@@ -313,13 +313,13 @@ def _is_real(search: _SearchedTokens, region: Region) -> bool:
     """Return True unless a region of probabilities stands out only in units of 1 − p, and not among all tokens."""
     if all(factor.id != "probability" for factor in region.factors):
         return True
-    counted = replace(search, exposure=search.table.weight.astype(float), levels=search.levels)
+    counted = replace(search, exposure=search.table.weight.astype(float))
     other = _measure(counted, region.is_member, region.factors, region.description, region.values)
     return other is not None and other.stands_out
 
 
-def _rank(search: _SearchedTokens, region: Region, others: Sequence[Region]) -> tuple[int, int, float]:
-    """Return the number of others that beat a region, negated, and what breaks ties."""
+def _rank(search: _SearchedTokens, region: Region, others: Sequence[Region]) -> tuple[int, float]:
+    """Return the number of others that beat a region, negated, and its information, which breaks ties."""
     order = {factor.id: index for index, factor in enumerate(FACTORS)}
     beaten = 0
     for other in others:
@@ -334,7 +334,7 @@ def _rank(search: _SearchedTokens, region: Region, others: Sequence[Region]) -> 
                 beaten += order[region.id] > order[other.id]
         elif is_explained or (not explains and other.excess > region.excess):
             beaten += 1
-    return (-beaten, 0, region.information)
+    return -beaten, region.information
 
 
 def _information_with_penalty(region: Region) -> float:
@@ -368,7 +368,6 @@ def _cross(search: _SearchedTokens, winner: Region, candidates: Sequence[Region]
         if not first.factors[0].is_coarse:
             continue
         inside = search.select(first.is_member)
-        inside.before = None
         for factor in FACTORS:
             if factor is first.factors[0] or not factor.is_coarse:
                 continue
@@ -393,22 +392,17 @@ def _find_region(search: _SearchedTokens, factor: Factor) -> Region | None:
         return None
     count = len(levels.values)
     is_known = levels.of_token >= 0
-    number = levels.of_token[is_known]
-    half = search.token_half()[is_known] if factor.id == "sequence" else search.half[search.table.sequence[is_known]]
-    sums = [
-        np.stack(
-            [np.bincount(number[half == side], values[is_known][half == side], minlength=count) for side in (0, 1)]
-        )
-        for values in (search.mismatch, search.exposure)
-    ]
-    size, exposure = sums
+    is_used = is_known & (search.halves(factor) == 0)
+
+    def sum_levels(values: Array) -> Array:
+        sums: Array = np.bincount(levels.of_token[is_used], values[is_used], minlength=count)
+        return sums
+
     scale = _earlier_level_rates(search, factor, levels)
-    if scale is not None:
-        exposure = exposure * scale
-    bases = [exposure[0]]
+    bases = [sum_levels(search.exposure) * (1.0 if scale is None else scale)]
     if factor.id == "probability":  # it must stand out among all tokens, too
-        bases.append(np.bincount(number[half == 0], search.table.weight[is_known][half == 0], minlength=count))
-    chosen = _choose_levels(size[0], bases, factor)
+        bases.append(sum_levels(search.table.weight))
+    chosen = _choose_levels(sum_levels(search.mismatch), bases, factor)
     if chosen is None:
         return None
     is_chosen = np.zeros(count + 1, bool)
@@ -430,11 +424,10 @@ def _earlier_level_rates(search: _SearchedTokens, factor: Factor, levels: Levels
     earlier = before.divide(factor)
     if earlier is None:
         return None
-    size = np.bincount(
-        earlier.of_token[earlier.of_token >= 0], before.mismatch[earlier.of_token >= 0], minlength=len(earlier.values)
-    )
-    base = np.bincount(
-        earlier.of_token[earlier.of_token >= 0], before.exposure[earlier.of_token >= 0], minlength=len(earlier.values)
+    is_known, count = earlier.of_token >= 0, len(earlier.values)
+    size, base = (
+        np.bincount(earlier.of_token[is_known], values[is_known], minlength=count)
+        for values in (before.mismatch, before.exposure)
     )
     mean = float(size.sum()) / max(float(base.sum()), 1e-30)
     prior = SHRINKAGE * float(base.sum())
@@ -493,8 +486,7 @@ def _measure(
 ) -> Region | None:
     """Measure a region on the half of the sequences that did not choose it; None if it or the rest is empty."""
     table = search.table
-    half = search.token_half() if factors[0].id == "sequence" else search.half[table.sequence]
-    used = half == 1
+    used = search.halves(factors[0]) == 1
     owner, inside = table.sequence[used], is_member[used]
     count = len(table.step)
     size, exposure = search.mismatch[used], search.exposure[used]
@@ -519,7 +511,6 @@ def _measure(
         is_member=is_member,
         sequences=has_members / max(has_tokens, 1),
         exposure=q,
-        mismatch=x,
         lift=rate / rest_rate,
         excess=(part - part_exposure * rest_rate) / total,
         score=math.log(rate / rest_rate) / math.sqrt(error + 1e-12),
