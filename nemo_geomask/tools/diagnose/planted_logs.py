@@ -188,7 +188,7 @@ def _make_synthetic_step(
     response_length = np.clip(random.lognormal(np.log(shape.length), 0.7, count), 24, 8 * shape.length).astype(np.int64)
     prompt_length = random.integers(10, 40, shape.prompts)[group]
     turns = np.where(random.random(count) < 0.5, 1, random.integers(2, 4, count))
-    mask, turn = _lay_out_turns(prompt_length, response_length, turns)
+    mask, turn = lay_out_turns(prompt_length, response_length, turns)
     sequence = np.repeat(np.arange(count), response_length)
     lengths = prompt_length + response_length + (turns - 1) * TOOL_TOKENS
     response_starts = np.concatenate([[0], lengths.cumsum()])[:-1] + prompt_length
@@ -232,7 +232,7 @@ def _make_synthetic_step(
     return synthetic, mask, sequences
 
 
-def _lay_out_turns(prompt_length: Array, response_length: Array, turns: Array) -> tuple[Array, Array]:
+def lay_out_turns(prompt_length: Array, response_length: Array, turns: Array) -> tuple[Array, Array]:
     """Return the mask of all tokens and the turn of each response token; tool output separates successive turns."""
     masks: list[Array] = []
     turn_numbers: list[Array] = []

@@ -12,49 +12,31 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from nemo_geomask.tools.diagnose.planted_logs import (
+    ROUTING_FLIP_NOISE,
+    ROUTING_FLIP_SHARE,
+    TOOL_TOKENS,
+    USUAL_NOISE,
+    VOCABULARY_SIZE,
+    SyntheticStep,
+    lay_out_turns,
+    log_softmax,
+    noise_at,
+)
 from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
+from tests.evidence.diagnose.planted_causes import PLANTED_CAUSES
 
-VOCABULARY = 12
-TOOL_TOKENS = 15
-NOISE, FLIP_NOISE, FLIP_SHARE = 0.02, 0.3, 0.015
-"""Noise on the logits of all tokens, and of those few where the choice of experts flips."""
 ENVIRONMENTS = ("code", "math", "search")
 
 
 @dataclass
-class Step:
-    """One step's tokens before they are recorded; arrays are [N] a token or [S] a sequence."""
+class Step(SyntheticStep):
+    """A synthetic step with what these faults select tokens by; arrays are [N]."""
 
-    random: np.random.Generator
     number: int
-    sequence: Array
-    position: Array
-    turn: Array
     from_end: Array
     begins_turn: Array
-    logits: Array
-    trained: Array
-    target: Array
     token: Array
-    gen: Array
-    prev: Array
-    columns: dict[str, Array]
-    options: dict[str, bool]
-
-    def of_token(self, name: str) -> Array:
-        values: Array = self.columns[name][self.sequence]
-        return values
-
-    def noise(self, tokens: Array, scale: Array | float) -> None:
-        """Add normal noise to the training engine's logits at some tokens."""
-        per_token = np.broadcast_to(scale, tokens.shape)[tokens][:, None]
-        self.trained[tokens] += per_token * self.random.standard_normal((int(tokens.sum()), VOCABULARY))
-
-
-def log_softmax(logits: Array) -> Array:
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    values: Array = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return values
 
 
 Plant = Callable[[Step, float], None]
@@ -83,10 +65,6 @@ class Fault:
     options: dict[str, bool] = field(default_factory=dict)
 
 
-def _at(select: Callable[[Step], Array]) -> Plant:
-    return lambda step, strength: step.noise(select(step), strength * NOISE)
-
-
 def _shift_prev(select: Callable[[Step], Array]) -> Plant:
     def plant(step: Step, strength: float) -> None:
         step.prev = np.where(select(step), step.prev - strength, step.prev)
@@ -112,16 +90,6 @@ def _share_of_sequences(share: float) -> Callable[[Step], Array]:
     return select
 
 
-def _filter(step: Step, strength: float) -> None:
-    logprobs = log_softmax(step.logits)
-    order = np.argsort(-logprobs, axis=1)
-    ranked = np.take_along_axis(np.exp(logprobs), order, axis=1)
-    is_cut = np.take_along_axis(np.cumsum(ranked, axis=1) - ranked >= 1 - strength, np.argsort(order, axis=1), axis=1)
-    kept = np.where(is_cut, -np.inf, logprobs)
-    step.target = (kept + step.random.gumbel(size=kept.shape)).argmax(axis=1)
-    step.gen = log_softmax(kept)[np.arange(len(kept)), step.target]
-
-
 def _top_k(step: Step, strength: float) -> None:
     logprobs = log_softmax(step.logits)
     rank = np.argsort(np.argsort(-logprobs, axis=1), axis=1)
@@ -130,66 +98,40 @@ def _top_k(step: Step, strength: float) -> None:
     step.gen = log_softmax(kept)[np.arange(len(kept)), step.target]
 
 
-def _temperature(step: Step, strength: float) -> None:
-    step.trained *= 1 + strength
-
-
 def _scale(step: Step, strength: float) -> None:
     step.prev = step.prev * (1 + strength)
 
 
-def _stale_engine(step: Step, strength: float) -> None:
-    tokens, scale = np.arange(len(step.target)), strength * (step.number - 6)
-    step.trained[tokens, step.target] += scale * (
-        step.random.standard_normal(len(tokens)) + 0.03 * step.of_token("advantage")
-    )
-    step.trained += 0.5 * scale * step.random.standard_normal(step.trained.shape)
-
-
 def _large_flips(step: Step, strength: float) -> None:
-    step.noise(step.random.random(len(step.target)) < strength * FLIP_SHARE, 5 * FLIP_NOISE)
+    step.add_noise(step.random.random(len(step.target)) < strength * ROUTING_FLIP_SHARE, 5 * ROUTING_FLIP_NOISE)
 
 
-def _flips(step: Step, strength: float) -> None:
-    step.noise(step.random.random(len(step.target)) < strength * FLIP_SHARE, FLIP_NOISE)
-
-
-def _low_probability(step: Step, strength: float) -> None:
-    below = step.logits.max(axis=1, keepdims=True) - step.logits
-    noise = step.random.standard_normal(step.trained.shape)
-    step.trained += strength * NOISE * np.where(below > 3.5, noise, 0)
-
-
-def _special_token(step: Step, strength: float) -> None:
-    step.noise(np.isin(step.token, (7, 8)), strength * NOISE)
-
-
-def _ages(step: Step, strength: float) -> None:
-    step.noise(np.ones(len(step.target), bool), strength * NOISE * step.of_token("staleness"))
-
-
+_AGES, _FLIPS = PLANTED_CAUSES["staleness"].effect, PLANTED_CAUSES["routing"].effect
 _HIDDEN = {"ages": False}
 _NOISES = (8.0, 20.0, 60.0)
 FAULTS: dict[str, Fault] = {
-    "replica_recorded": Fault(_at(lambda s: s.of_token("replica") == 3), _NOISES, ("replica",)),
+    "replica_recorded": Fault(noise_at(lambda s: s.per_token("replica") == 3), _NOISES, ("replica",)),
     "replica_unrecorded": Fault(
-        _at(lambda s: s.of_token("replica") == 3), _NOISES, ("sequence",), options={"replicas": False}
+        noise_at(lambda s: s.per_token("replica") == 3), _NOISES, ("sequence",), options={"replicas": False}
     ),
-    "replicas_two": Fault(_at(lambda s: np.isin(s.of_token("replica"), (1, 5))), _NOISES, ("replica",)),
-    "random_sequences": Fault(_at(_share_of_sequences(0.1)), _NOISES, ("sequence",)),
-    "few_sequences": Fault(_at(_share_of_sequences(0.03)), (20.0, 40.0, 80.0), ("sequence",)),
-    "environment": Fault(_at(lambda s: s.of_token("environment") == 1), _NOISES, ("environment",)),
+    "replicas_two": Fault(noise_at(lambda s: np.isin(s.per_token("replica"), (1, 5))), _NOISES, ("replica",)),
+    "random_sequences": Fault(noise_at(_share_of_sequences(0.1)), _NOISES, ("sequence",)),
+    "few_sequences": Fault(noise_at(_share_of_sequences(0.03)), (20.0, 40.0, 80.0), ("sequence",)),
+    "environment": Fault(noise_at(lambda s: s.per_token("environment") == 1), _NOISES, ("environment",)),
     "environment_unrecorded": Fault(
-        _at(lambda s: s.of_token("environment") == 1), _NOISES, ("group", "sequence"), options={"environments": False}
+        noise_at(lambda s: s.per_token("environment") == 1),
+        _NOISES,
+        ("group", "sequence"),
+        options={"environments": False},
     ),
-    "every_fourth_step": Fault(_at(lambda s: np.full(len(s.target), s.number % 4 == 0)), _NOISES, ("step",)),
-    "one_step": Fault(_at(lambda s: np.full(len(s.target), s.number == 8)), (20.0, 40.0, 80.0), ("step",)),
-    "three_steps": Fault(_at(lambda s: np.full(len(s.target), s.number in (3, 4, 9))), _NOISES, ("step",)),
-    "ages_recorded": Fault(_ages, (5.0, 10.0, 30.0), ("staleness",), ("staleness",)),
-    "ages_unrecorded": Fault(_ages, (5.0, 10.0, 30.0), ("sequence",), options=_HIDDEN),
-    "first_token": Fault(_at(lambda s: s.position == 0), (40.0, 80.0, 200.0), ("position", "first_of_turn")),
+    "every_fourth_step": Fault(noise_at(lambda s: np.full(len(s.target), s.number % 4 == 0)), _NOISES, ("step",)),
+    "one_step": Fault(noise_at(lambda s: np.full(len(s.target), s.number == 8)), (20.0, 40.0, 80.0), ("step",)),
+    "three_steps": Fault(noise_at(lambda s: np.full(len(s.target), s.number in (3, 4, 9))), _NOISES, ("step",)),
+    "ages_recorded": Fault(_AGES, (5.0, 10.0, 30.0), ("staleness",), ("staleness",)),
+    "ages_unrecorded": Fault(_AGES, (5.0, 10.0, 30.0), ("sequence",), options=_HIDDEN),
+    "first_token": Fault(noise_at(lambda s: s.position == 0), (40.0, 80.0, 200.0), ("position", "first_of_turn")),
     "first_token_single_turn": Fault(
-        _at(lambda s: s.position == 0),
+        noise_at(lambda s: s.position == 0),
         (40.0, 80.0, 200.0),
         ("position", "first_of_turn"),
         options={"single_turn": True},
@@ -197,44 +139,48 @@ FAULTS: dict[str, Fault] = {
     "first_token_shift": Fault(
         _shift_prev(lambda s: s.position == 0), (1.0, 3.0, 6.0), ("position", "first_of_turn"), on_logprobs=True
     ),
-    "first_eight": Fault(_at(lambda s: s.position < 8), (20.0, 40.0, 80.0), ("position",)),
-    "early_tokens": Fault(_at(lambda s: s.position < 32), _NOISES, ("position",)),
-    "first_of_turns": Fault(_at(lambda s: s.begins_turn), (40.0, 80.0, 200.0), ("first_of_turn", "position")),
+    "first_eight": Fault(noise_at(lambda s: s.position < 8), (20.0, 40.0, 80.0), ("position",)),
+    "early_tokens": Fault(noise_at(lambda s: s.position < 32), _NOISES, ("position",)),
+    "first_of_turns": Fault(noise_at(lambda s: s.begins_turn), (40.0, 80.0, 200.0), ("first_of_turn", "position")),
     "last_token": Fault(_shift_prev(lambda s: s.from_end == 0), (1.0, 3.0, 8.0), ("from_end",), on_logprobs=True),
-    "last_token_noise": Fault(_at(lambda s: s.from_end == 0), (40.0, 80.0, 200.0), ("from_end",)),
-    "last_four": Fault(_at(lambda s: s.from_end < 4), (30.0, 60.0, 120.0), ("from_end",)),
-    "late_tokens": Fault(_at(lambda s: s.position >= 128), _NOISES, ("position",), ("position",)),
-    "long_responses": Fault(_at(lambda s: s.of_token("length") >= 160), _NOISES, ("response",), ("length",)),
-    "short_responses": Fault(_at(lambda s: s.of_token("length") < 64), _NOISES, ("response",), ("length",)),
-    "long_sequences": Fault(_at(lambda s: s.of_token("span") >= 200), _NOISES, ("length",), ("length",)),
-    "tool_calls": Fault(_at(lambda s: s.turn > 0), _NOISES, ("turn",), ("tool_calls",)),
-    "prompt_group": Fault(_at(lambda s: s.of_token("group") == 5), (20.0, 40.0, 80.0), ("group",), ("group",)),
+    "last_token_noise": Fault(noise_at(lambda s: s.from_end == 0), (40.0, 80.0, 200.0), ("from_end",)),
+    "last_four": Fault(noise_at(lambda s: s.from_end < 4), (30.0, 60.0, 120.0), ("from_end",)),
+    "late_tokens": Fault(noise_at(lambda s: s.position >= 128), _NOISES, ("position",), ("position",)),
+    "long_responses": Fault(noise_at(lambda s: s.per_token("length") >= 160), _NOISES, ("response",), ("length",)),
+    "short_responses": Fault(noise_at(lambda s: s.per_token("length") < 64), _NOISES, ("response",), ("length",)),
+    "long_sequences": Fault(noise_at(lambda s: s.per_token("span") >= 200), _NOISES, ("length",), ("length",)),
+    "tool_calls": Fault(PLANTED_CAUSES["tool_calls"].effect, _NOISES, ("turn",), ("tool_calls",)),
+    "prompt_group": Fault(noise_at(lambda s: s.per_token("group") == 5), (20.0, 40.0, 80.0), ("group",), ("group",)),
     "prompt_groups_two": Fault(
-        _at(lambda s: np.isin(s.of_token("group"), (2, 9))), (20.0, 40.0, 80.0), ("group",), ("group",)
+        noise_at(lambda s: np.isin(s.per_token("group"), (2, 9))), (20.0, 40.0, 80.0), ("group",), ("group",)
     ),
-    "low_probability": Fault(_low_probability, (15.0, 25.0, 50.0), ("probability",), ("low_probability",)),
-    "token_id": Fault(_special_token, (40.0, 80.0, 200.0), ("token_id",)),
+    "low_probability": Fault(
+        PLANTED_CAUSES["low_probability"].effect, (15.0, 25.0, 50.0), ("probability",), ("low_probability",)
+    ),
+    "token_id": Fault(noise_at(lambda s: np.isin(s.token, (7, 8))), (40.0, 80.0, 200.0), ("token_id",)),
     "random_token": Fault(_shift_prev(_random_token), (3.0, 5.0, 8.0), ("few",), on_logprobs=True),
     "environment_first_token": Fault(
-        _at(lambda s: (s.of_token("environment") == 1) & (s.position < 4)),
+        noise_at(lambda s: (s.per_token("environment") == 1) & (s.position < 4)),
         (60.0, 120.0, 300.0),
         ("environment", "position"),
     ),
     "replica_late": Fault(
-        _at(lambda s: (s.of_token("replica") == 3) & (s.position >= 64)), (20.0, 40.0, 80.0), ("replica", "position")
+        noise_at(lambda s: (s.per_token("replica") == 3) & (s.position >= 64)),
+        (20.0, 40.0, 80.0),
+        ("replica", "position"),
     ),
-    "top_p": Fault(_filter, (0.05, 0.1, 0.3), ("all",), ("filtered",)),
+    "top_p": Fault(PLANTED_CAUSES["filtered"].effect, (0.05, 0.1, 0.3), ("all",), ("filtered",)),
     "top_k": Fault(_top_k, (4.0, 3.0, 2.0), ("all",), ("filtered",)),
-    "temperature": Fault(_temperature, (0.05, 0.1, 0.3), ("all",), ("temperature",)),
+    "temperature": Fault(PLANTED_CAUSES["temperature"].effect, (0.05, 0.1, 0.3), ("all",), ("temperature",)),
     "scaled": Fault(_scale, (0.02, 0.05, 0.2), ("all",), ("scaled",), on_logprobs=True),
     "scaled_down": Fault(_scale, (-0.02, -0.05, -0.2), ("all",), ("scaled",), on_logprobs=True),
-    "flips_of_experts": Fault(_flips, (6.0, 10.0, 20.0), ("few",), ("routing",), onset=7, options={"experts": True}),
-    "flips_of_unknown": Fault(_flips, (6.0, 10.0, 20.0), ("few",), onset=7),
+    "flips_of_experts": Fault(_FLIPS, (6.0, 10.0, 20.0), ("few",), ("routing",), onset=7, options={"experts": True}),
+    "flips_of_unknown": Fault(_FLIPS, (6.0, 10.0, 20.0), ("few",), onset=7),
     "flips_from_start": Fault(_large_flips, (2.0, 4.0, 8.0), ("few",)),
-    "precision": Fault(
-        _at(lambda s: np.ones(len(s.target), bool)), (4.0, 8.0, 15.0), ("all",), ("precision",), onset=7
+    "precision": Fault(PLANTED_CAUSES["precision"].effect, (4.0, 8.0, 15.0), ("all",), ("precision",), onset=7),
+    "stale_engine": Fault(
+        PLANTED_CAUSES["stale_engine"].effect, (0.05, 0.1, 0.4), ("all",), ("stale_engine",), onset=7
     ),
-    "stale_engine": Fault(_stale_engine, (0.05, 0.1, 0.4), ("all",), ("stale_engine",), onset=7),
 }
 """Faults by name."""
 CLEAN: dict[str, dict[str, bool]] = {
@@ -283,39 +229,33 @@ def _make_step(
     turns = np.where(random.random(count) < 0.5, 1, random.integers(2, 4, count))
     if options.get("single_turn"):
         turns[:] = 1
-    mask_parts, turn_parts = [], []
-    for row in range(count):
-        bounds = np.linspace(0, response[row], turns[row] + 1).astype(int)
-        mask_parts.append(np.zeros(prompt[row], bool))
-        for turn, size in enumerate(np.diff(bounds)):
-            mask_parts += [np.zeros(TOOL_TOKENS if turn else 0, bool), np.ones(size, bool)]
-            turn_parts.append(np.full(size, turn))
-    mask, turn_of = np.concatenate(mask_parts), np.concatenate(turn_parts)
+    mask, turn = lay_out_turns(prompt, response, turns)
     sequence = np.repeat(np.arange(count), response)
     lengths = prompt + response + (turns - 1) * TOOL_TOKENS
     offsets = np.concatenate([[0], lengths.cumsum()])
     position = np.flatnonzero(mask) - np.repeat(offsets[:-1] + prompt, response)
     order = np.arange(len(sequence)) - np.repeat(np.cumsum(response) - response, response)
     from_end = response[sequence] - 1 - order
-    begins_turn = np.concatenate([[True], (np.diff(sequence) != 0) | (np.diff(turn_of) != 0)])
+    begins_turn = np.concatenate([[True], (np.diff(sequence) != 0) | (np.diff(turn) != 0)])
     reward = (random.random(count) < 0.4).astype(np.float32)
     mean_reward = np.bincount(group, weights=reward) / samples
     size = len(sequence)
     sharpness = np.where(random.random(size) < 0.6, 9.0, random.uniform(1.0, 5.0, size))
-    logits = random.standard_normal((size, VOCABULARY))
-    logits[np.arange(size), random.integers(0, VOCABULARY, size)] += sharpness
+    logits = random.standard_normal((size, VOCABULARY_SIZE))
+    logits[np.arange(size), random.integers(0, VOCABULARY_SIZE, size)] += sharpness
     logprobs = log_softmax(logits)
     target = (logprobs + random.gumbel(size=logprobs.shape)).argmax(axis=1)
     step = Step(
         random=random,
+        steps_since_onset=1 if fault is None else number - fault.onset + 1,
         number=number,
         sequence=sequence,
         position=position,
-        turn=turn_of,
+        turn=turn,
         from_end=from_end,
         begins_turn=begins_turn,
         logits=logits,
-        trained=logits.copy(),
+        trained_logits=logits.copy(),
         target=target,
         token=random.integers(0, 300, size).astype(np.int32),
         gen=logprobs[np.arange(size), target],
@@ -329,21 +269,21 @@ def _make_step(
             "staleness": random.integers(0, 2 if options.get("two_ages") else 4, count),
             "advantage": (reward - mean_reward[group]) / 0.5,
         },
-        options=options,
     )
-    step.noise(np.ones(size, bool), np.where(random.random(size) < FLIP_SHARE, FLIP_NOISE, NOISE))
-    has_fault = fault is not None and number >= fault.onset
-    if has_fault and fault is not None and not fault.on_logprobs:
+    noise = np.where(random.random(size) < ROUTING_FLIP_SHARE, ROUTING_FLIP_NOISE, USUAL_NOISE)
+    step.add_noise(np.ones(size, bool), noise)
+    fault = fault if fault is not None and number >= fault.onset else None
+    if fault is not None and not fault.on_logprobs:
         fault.plant(step, strength)
-    step.prev = log_softmax(step.trained)[np.arange(size), step.target]
-    if has_fault and fault is not None and fault.on_logprobs:
+    step.prev = log_softmax(step.trained_logits)[np.arange(size), step.target]
+    if fault is not None and fault.on_logprobs:
         fault.plant(step, strength)
     tokens = {"tokens": random.integers(0, 300, len(mask)).astype(np.int32), "mask": mask}
     tokens["tokens"][mask] = step.token
     for name, values in (
         ("gen", step.gen),
         ("prev", np.minimum(step.prev, 0)),
-        ("advantages", step.of_token("advantage")),
+        ("advantages", step.per_token("advantage")),
     ):
         tokens[name] = np.zeros(len(mask), np.float32)
         tokens[name][mask] = values
