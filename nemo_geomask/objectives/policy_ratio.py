@@ -1,4 +1,4 @@
-"""What objectives with a policy ratio share: settings that they refuse, and lines of their formulas."""
+"""Common parts of objectives with a policy ratio: settings that they refuse, and lines of their formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process's training loop knows of a batch and its policy does not receive, for ``loss_fn.record``.
+"""Values of a batch that the training loop of this process has and its policy does not get, for ``loss_fn.record``.
 
 NeMo-RL does not put into the training batch:
 

@@ -1,4 +1,4 @@
-"""What NeMo-RL or this package refuses or ignores as it reads a recipe: ``loss_fn``, types of values, missing keys."""
+"""Rules on what is refused or ignored as a recipe is read: ``loss_fn``, types of values, missing keys."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Evidence:
 
     @cached_property
     def location(self) -> Location:
-        """Where the excess mismatch of *after* is."""
+        """Location of the excess mismatch of *after*."""
         return locate(self.tokens, self.tokens_before)
 
     @cached_property

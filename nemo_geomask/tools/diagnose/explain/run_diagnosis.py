@@ -63,7 +63,7 @@ class ShownCause:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to do; of a place, whose cause is not known, the likeliest causes and what tells them apart."""
+        """Advice on what to do; of a place, the likeliest causes and what tells them apart."""
         if not self.cause.is_place:
             return (f"to do: {self.cause.action}",)
         likely = "; ".join(f"({number}) {text}" for number, text in enumerate(self.cause.likely, start=1))

@@ -1,1 +1,1 @@
-"""Where the mismatch lies: since which step, in which range of a dimension, in which group."""
+"""Search for the mismatch: since which step, and in which part of the data."""

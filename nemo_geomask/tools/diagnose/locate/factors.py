@@ -61,8 +61,9 @@ class Factor:
             is_known &= present
         if self.edges is not None:
             values = np.digitize(values, self.edges)
-        known = values[is_known]
-        unique, inverse = np.unique(known.astype(str) if values.dtype == object else known, return_inverse=True)
+        recorded = values[is_known]
+        recorded = recorded.astype(str) if recorded.dtype == object else recorded
+        unique, inverse = np.unique(recorded, return_inverse=True)
         if len(unique) < 2:
             return None
         level = np.full(len(values), -1)

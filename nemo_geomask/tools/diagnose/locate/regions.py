@@ -104,7 +104,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Location:
-    """Where the excess mismatch of some tokens is.
+    """Location of the excess mismatch of some tokens.
 
     Attributes:
         regions: the regions that hold it, the most informative first; they have no token in common.
@@ -183,7 +183,7 @@ def usual_rates(table: TokenTable) -> Array:
 
 @dataclass(frozen=True)
 class _Baseline:
-    """What is usual: the rate of each bin of probability, and factors for the tokens of some regions."""
+    """Usual rates: that of each bin of probability, and factors for the tokens of some regions."""
 
     rates: Array
     regions: tuple[tuple[Region, float], ...]
@@ -318,11 +318,11 @@ def _is_real(search: _SearchedTokens, region: Region) -> bool:
     return other is not None and other.stands_out
 
 
-def _rank(search: _SearchedTokens, region: Region, others: Sequence[Region]) -> tuple[int, float]:
-    """Return the number of others that beat a region, negated, and its information, which breaks ties."""
+def _rank(search: _SearchedTokens, region: Region, candidates: Sequence[Region]) -> tuple[int, float]:
+    """Return the number of candidates that beat a region, negated, and its information, which breaks ties."""
     order = {factor.id: index for index, factor in enumerate(FACTORS)}
     beaten = 0
-    for other in others:
+    for other in candidates:
         if other is region:
             continue
         explains, is_explained = _explains(search, region, other), _explains(search, other, region)
@@ -355,8 +355,8 @@ def _explains(search: _SearchedTokens, region: Region, other: Region) -> bool:
     x, q = (float(values[other.is_member].sum() / values.sum()) for values in (search.mismatch, scaled))
     base_q = float(search.exposure[other.is_member].sum() / search.exposure.sum())
     lift = x / max(1 - x, 1e-12) * (1 - q) / max(q, 1e-12)
-    left, base = _information(np.array([x, x]), np.array([q, base_q])).tolist()
-    return x <= q or lift < MIN_LEFT_LIFT or left < MAX_LEFT_INFORMATION * base
+    remaining, base = _information(np.array([x, x]), np.array([q, base_q])).tolist()
+    return x <= q or lift < MIN_LEFT_LIFT or remaining < MAX_LEFT_INFORMATION * base
 
 
 def _cross(search: _SearchedTokens, winner: Region, candidates: Sequence[Region]) -> Region:

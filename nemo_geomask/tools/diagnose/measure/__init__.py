@@ -1,1 +1,1 @@
-"""What a table's tokens, sequences and steps add up to, with bootstrap replicates, and the limits of health."""
+"""Sums over tokens, sequences and steps, with bootstrap replicates; the table of tokens; the limits of health."""

@@ -39,7 +39,7 @@ SEQUENCE_NAMES = ("environment", "replica")
 
 @dataclass(frozen=True, eq=False)
 class SequenceColumns:
-    """What is recorded of S sequences."""
+    """Recorded properties of S sequences."""
 
     step: Array  # int64 [S]
     row: Array  # int64 [S]

@@ -1,1 +1,1 @@
-"""What users get of a verdict: terminal, JSON, HTML page and figures; and ``sweep``."""
+"""Outputs of a verdict: terminal, JSON, HTML page and figures; and ``sweep``."""
