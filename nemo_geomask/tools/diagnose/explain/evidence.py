@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from nemo_geomask.tools.diagnose.locate.regions import Location, Region, locate
+from nemo_geomask.tools.diagnose.locate.location import Location, locate
+from nemo_geomask.tools.diagnose.locate.region import Region
 from nemo_geomask.tools.diagnose.locate.step_patterns import Period
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics, Window
 from nemo_geomask.tools.diagnose.measure.step_sums import BOOTSTRAP_SUMS, StepSums

@@ -10,7 +10,8 @@ import numpy as np
 from nemo_geomask.tools.diagnose.explain.evidence import Detection, Detector, Evidence, MismatchSums, k3_of
 from nemo_geomask.tools.diagnose.explain.noise import median_noise
 from nemo_geomask.tools.diagnose.locate.factors import FACTORS_BY_ID
-from nemo_geomask.tools.diagnose.locate.regions import MIN_LIFT, Region, compare
+from nemo_geomask.tools.diagnose.locate.location import compare
+from nemo_geomask.tools.diagnose.locate.region import MIN_LIFT, Region
 from nemo_geomask.tools.diagnose.measure.token_table import TokenTable, sum_with_replicates
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 

@@ -24,7 +24,7 @@ from nemo_geomask.tools.diagnose.locate.mismatch_history import (
     find_short_rise,
     floored_logarithms,
 )
-from nemo_geomask.tools.diagnose.locate.regions import MIN_LIFT
+from nemo_geomask.tools.diagnose.locate.region import MIN_LIFT
 from nemo_geomask.tools.diagnose.locate.step_patterns import Period
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics, Window
 from nemo_geomask.tools.diagnose.measure.step_sums import BOOTSTRAP_SUMS, StepSums

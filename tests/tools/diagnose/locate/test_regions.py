@@ -7,7 +7,7 @@ import pytest
 
 from nemo_geomask.tools.diagnose.explain.verdict import diagnose
 from nemo_geomask.tools.diagnose.locate.factors import FACTORS, FACTORS_BY_ID, describe_steps, list_names
-from nemo_geomask.tools.diagnose.locate.regions import locate
+from nemo_geomask.tools.diagnose.locate.location import locate
 from tests.evidence.diagnose.measure_mixtures import judge, judge_clean, named_first, survey
 from tests.evidence.diagnose.mixtures import CLEAN, FAULTS, make_run
 
