@@ -18,7 +18,7 @@ from nemo_geomask.tools.diagnose.read.record_reader import Array
 MAX_DETECTABLE_SHARE = 0.5
 """A place is testable if it would show when it holds this share of the mismatch, or less."""
 MIN_COMPARED_TOKENS = 100
-"""Smallest number of fresh, and of stale, tokens that are compared."""
+"""Smallest number of fresh, and of stale, tokens that are compared, those that the sample stands for included."""
 MIN_CYCLE_LEVELS = 3
 """Number of phases of a cycle from which a sawtooth can be told from two kinds of steps."""
 MIN_SAWTOOTH = 0.8
@@ -143,7 +143,7 @@ def _compare_with_fresh(evidence: Evidence, threshold: float) -> Detection | Non
     table = evidence.statistics.tokens
     age = table.numbers["staleness"]
     is_fresh, is_stale = (age == 0)[table.sequence], ((age > 0) & (table.step >= evidence.first_step))[table.sequence]
-    if min(int(is_fresh.sum()), int(is_stale.sum())) < MIN_COMPARED_TOKENS:
+    if min(float(table.weight[flags].sum()) for flags in (is_fresh, is_stale)) < MIN_COMPARED_TOKENS:
         return None
     if evidence.tokens_before is not None:
         before = evidence.tokens_before

@@ -12,6 +12,7 @@ from nemo_geomask.errors import DataError
 from nemo_geomask.tools.diagnose.explain.causes import CAUSES
 from nemo_geomask.tools.diagnose.explain.verdict import diagnose
 from nemo_geomask.tools.diagnose.locate.change_points import find_change
+from nemo_geomask.tools.diagnose.measure import token_table
 from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS_BY_NAME
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_survey import survey_block
@@ -371,6 +372,29 @@ def test_stale_samples_are_compared_with_the_fresh_ones_of_the_whole_run(fresh, 
         block.sequences["staleness"] = np.full(len(block), 2.0 if step > fresh else 0.0)
         run.add(survey_block(block))
     assert diagnose(run).cause.id == named
+
+
+@pytest.mark.parametrize(
+    "cause", ["tool_calls", "position", "group", "filtered", "routing", "precision", "stale_engine"]
+)
+def test_a_sample_of_the_tokens_shows_the_same_cause(cause, monkeypatch):
+    """Of a long run, the table of tokens is a sample, in which tokens without mismatch are rare."""
+    monkeypatch.setattr(token_table, "MAX_TOKENS", 2**12)
+    diagnosis = diagnose(planted_run(11, cause, PLANTED_CAUSES[cause].strengths[2], onset=7))
+    assert (diagnosis.cause.id, diagnosis.since) == (cause, 7)
+    assert len(diagnosis.evidence.statistics.tokens) <= 2**12
+
+
+def test_fresh_samples_that_a_sample_hardly_keeps_are_compared_all_the_same(monkeypatch):
+    monkeypatch.setattr(token_table, "MAX_TOKENS", 2**12)
+    run = RunStatistics()
+    for step in range(1, 13):
+        block = planted_step(5, step, "precision" if step > 1 else None, 15.0)
+        block.sequences["staleness"] = np.full(len(block), 2.0 if step > 1 else 0.0)
+        run.add(survey_block(block))
+    is_fresh = (run.tokens.numbers["staleness"] == 0)[run.tokens.sequence]
+    assert 0 < is_fresh.sum() < 100 < run.tokens.weight[is_fresh].sum()
+    assert diagnose(run).cause.id == "staleness"
 
 
 def test_a_few_shifted_sequences_of_one_step_are_chance():
