@@ -18,12 +18,20 @@ if TYPE_CHECKING:
     from nemo_geomask.tools.diagnose.explain.verdict import diagnose
     from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS_BY_NAME
     from nemo_geomask.tools.diagnose.measure.logprob_checks import UNSURE_LOGPROB
+    from nemo_geomask.tools.diagnose.measure.logprob_gap import (
+        LogprobGap,
+        exchanged_share,
+        measure_gap,
+        select_pairs,
+        shifted_share,
+    )
     from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
     from nemo_geomask.tools.diagnose.measure.run_survey import read_step, survey_run
-    from nemo_geomask.tools.diagnose.measure.step_survey import survey_block
+    from nemo_geomask.tools.diagnose.measure.step_survey import survey_block, trainer_column
     from nemo_geomask.tools.diagnose.measure.thresholds import BIN_SUMS
     from nemo_geomask.tools.diagnose.read.logged_metrics import metric_series
     from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, find_run, find_runs
+    from nemo_geomask.tools.diagnose.report.correction_sweep import padded_batch
     from nemo_geomask.tools.diagnose.report.html_report import write_report
     from nemo_geomask.tools.diagnose.report.measured_run import MeasuredRun, measure_run
 
@@ -31,37 +39,51 @@ __all__ = [
     "BIN_SUMS",
     "DIMENSIONS_BY_NAME",
     "UNSURE_LOGPROB",
+    "LogprobGap",
     "MeasuredRun",
     "RunDiagnosis",
     "RunFiles",
     "RunStatistics",
     "diagnose",
+    "exchanged_share",
     "find_run",
     "find_runs",
+    "measure_gap",
     "measure_run",
     "metric_series",
+    "padded_batch",
     "read_step",
+    "select_pairs",
+    "shifted_share",
     "survey_block",
     "survey_run",
+    "trainer_column",
     "write_report",
 ]
 
 _MODULES = {
     "BIN_SUMS": "measure.thresholds",
     "DIMENSIONS_BY_NAME": "measure.dimensions",
+    "LogprobGap": "measure.logprob_gap",
     "MeasuredRun": "report.measured_run",
     "RunDiagnosis": "explain.run_diagnosis",
     "RunFiles": "read.record_sources",
     "RunStatistics": "measure.run_statistics",
     "UNSURE_LOGPROB": "measure.logprob_checks",
     "diagnose": "explain.verdict",
+    "exchanged_share": "measure.logprob_gap",
     "find_run": "read.record_sources",
     "find_runs": "read.record_sources",
+    "measure_gap": "measure.logprob_gap",
     "measure_run": "report.measured_run",
     "metric_series": "read.logged_metrics",
+    "padded_batch": "report.correction_sweep",
     "read_step": "measure.run_survey",
+    "select_pairs": "measure.logprob_gap",
+    "shifted_share": "measure.logprob_gap",
     "survey_block": "measure.step_survey",
     "survey_run": "measure.run_survey",
+    "trainer_column": "measure.step_survey",
     "write_report": "report.html_report",
 }
 

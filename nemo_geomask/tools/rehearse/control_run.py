@@ -64,6 +64,8 @@ def settings_of_ours_alone(facts: RecipeFacts, *, score_function: bool = True) -
     unsupported = [] if config.name in _NEMO_RL_OBJECTIVES else [f"loss_fn.name: {config.name}"]
     if config.reference_policy_kl_type == "k4":
         unsupported.append("loss_fn.reference_policy_kl_type: k4")
+    if facts.is_true("policy.sequence_packing.enabled") and config.positive_example_nll_weight:
+        unsupported.append("loss_fn.positive_example_nll_weight under packing (a count of each sequence, not of a row)")
     expressible = set(LOSS_FIELDS) | _NOT_COMPARED
     if not score_function:
         estimator, gradient = config.reference_policy_kl_type, config.reference_policy_kl_gradient

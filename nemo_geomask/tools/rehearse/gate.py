@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from nemo_geomask.records.record_schema import step_files
 from nemo_geomask.tools.rehearse.error_causes import plugin_module
 from nemo_geomask.tools.rehearse.mismatch_check import NONFINITE, Mismatch
 from nemo_geomask.tools.rehearse.run_outcome import RunFailure
+from nemo_geomask.tools.rehearse.update_check import MAX_RATIO_ERROR, MAX_UPDATE_K3
 
 _LOST_RECORD = re.compile(
     r"records: step \d+ (?:lost|is without curr)(?: \(\d+ so far\) on the way to [^:]*)?(?:: )?(.*)"
@@ -34,6 +35,11 @@ class RunEvidence:
     loss_name: str | None  # ``loss_fn.name``; None if NeMo-RL's own loss was asked for
     records: Path | None = None  # folder of its records; None if it was not to be recorded
     mismatch: Mismatch | None = None  # diagnosis of the records; None without records
+    update: Mismatch | None = None  # verdict on π_θ at the first updates, against π_old; None without records
+    updates: int = 1  # number of optimiser steps that a rollout batch has
+    # by step, the loss of the recorded batch and the sum of its terms' absolute values; empty without records
+    replayed: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    forecasts: Sequence[str] = ()  # what `check` expects of masks that keep hardly anything
     log: str = ""  # the driver's output
     is_validated: bool = False  # True if NeMo-RL was to validate
 
@@ -63,7 +69,7 @@ def _until(evidence: RunEvidence, last: int) -> RunEvidence:
         mismatch = None
     metrics = {step: values for step, values in evidence.metrics.items() if step <= last}
     events = [event for event in evidence.events if event["kind"] != "worker_counts" or event["step"] <= last]
-    return replace(evidence, metrics=metrics, events=events, mismatch=mismatch)
+    return replace(evidence, metrics=metrics, events=events, mismatch=mismatch, update=None, replayed={})
 
 
 def _problem(stage: str, message: str, setting: str | None = None, fix: str | None = None) -> RunFailure:
@@ -111,7 +117,7 @@ def loss_was_called(evidence: RunEvidence) -> Iterator[RunFailure]:
         yield _problem("step", "no worker reported which loss it called", "PYTHONPATH, or the workers' environments")
         return
     for before, after in itertools.pairwise(worker_counts):
-        if _calls(after) <= _calls(before):
+        if _calls(after) <= _calls(before) and not _is_skipped(evidence.metrics.get(after["step"], {})):
             message = f"no loss was called in the workers in step {after['step']}, and {requested} was asked for"
             yield _problem("step", message, "loss_fn.name", "another function than NeMo-RL's training step has run")
             return
@@ -120,6 +126,11 @@ def loss_was_called(evidence: RunEvidence) -> Iterator[RunFailure]:
             message = f"the workers called the loss {name}, and {requested} was asked for"
             fix = "start NeMo-RL by `nemo-geomask run`; see Workers in docs/reference/nemo_rl.md"
             yield _problem("step", message, "loss_fn.name", fix)
+
+
+def _is_skipped(values: Mapping[str, float]) -> bool:
+    """Return True if the pre-step pass has left out a step, in which no loss is called then."""
+    return any(values.get(f"geomask/{name}", 0) > 0 for name in ("batch_vetoed", "batch_emptied"))
 
 
 def _calls(proof: Mapping[str, Any]) -> int:
@@ -160,7 +171,7 @@ def something_was_kept(evidence: RunEvidence) -> Iterator[RunFailure]:
     if emptied:
         every = "any step" if len(emptied) == len(evidence.steps) else f"step {_listed(emptied)}"
         message = f"nothing was kept of {every}: the masks removed all tokens, so that it did not train"
-        fix = (
+        fix = "; ".join(evidence.forecasts) or (
             "a tiny model's mismatch is larger than a real one's: widen min and max for the rehearsal, unless the "
             "diagnosis below names a fault"
         )
@@ -244,6 +255,43 @@ def logprobs_agree(evidence: RunEvidence) -> Iterator[RunFailure]:
         yield _problem("log-probs", f"{mismatch.cause} ({mismatch.details})", mismatch.setting, mismatch.fix)
 
 
+def policy_is_unchanged_at_first_update(evidence: RunEvidence) -> Iterator[RunFailure]:
+    """Require that the policy of a first update is the one that computed π_old: no weight has changed between."""
+    update = evidence.update
+    if update is None or update.unjudged:
+        return
+    if update.cause:
+        yield _problem("step", f"{update.cause} ({update.details})", update.setting, update.fix)
+    elif evidence.updates == 1:
+        for step, values in sorted(evidence.metrics.items()):
+            ratio, k3 = values.get("probs_ratio", 1.0), values.get("geomask/policy_k3", 0.0)
+            if abs(ratio - 1) > MAX_RATIO_ERROR or k3 > MAX_UPDATE_K3:
+                message = (
+                    f"the workers' own probs_ratio of step {step} is {ratio:.4g} and their policy_k3 {k3:.3g}, not 1 "
+                    "and 0: the recorded curr and prev agree, so that the loss had other rows' prev_logprobs"
+                )
+                yield _problem("step", message, "loss_fn.name, policy.sequence_packing", _OTHER_ROWS)
+                return
+
+
+_OTHER_ROWS = "a microbatch's log-probs, masks and advantages must be of the same rows, on every rank"
+MAX_LOSS_ERROR = 1e-4
+"""Largest difference of the logged loss from that of the recorded batch, over the sum of its terms' sizes."""
+
+
+def loss_is_that_of_the_batch(evidence: RunEvidence) -> Iterator[RunFailure]:
+    """Require that the workers' loss is that of the recorded batch, computed in one piece."""
+    for step, (expected, size) in sorted(evidence.replayed.items()):
+        logged = evidence.metrics.get(step, {}).get("loss", math.nan)
+        if abs(logged - expected) > MAX_LOSS_ERROR * (size + abs(expected)):
+            message = (
+                f"the loss of step {step} is {logged:.6g}, and that of its recorded batch is {expected:.6g}: the "
+                "workers computed it with other rows, masks, advantages or counts"
+            )
+            yield _problem("step", message, "loss_fn.name, policy.sequence_packing", _OTHER_ROWS)
+            return
+
+
 def _listed(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps))
 
@@ -254,6 +302,8 @@ CONDITIONS: tuple[Condition, ...] = (
     loss_was_called,
     weights_reached_the_engine,
     logprobs_agree,
+    policy_is_unchanged_at_first_update,
+    loss_is_that_of_the_batch,
     no_step_was_vetoed,
     something_was_kept,
     weights_were_trained,

@@ -30,6 +30,7 @@ class RehearsalJson(TypedDict, total=False):
     unmet: list[dict[str, Any]]
     weights: list[dict[str, Any]]
     diagnosis: dict[str, Any] | None
+    update: Annotated[dict[str, Any] | None, Field(description="Verdict on curr at first updates, against prev.")]
     layout: str
     model_type: str
     command: list[str]

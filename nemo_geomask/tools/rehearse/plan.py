@@ -28,6 +28,8 @@ RECORDS = "records"
 _PROMPTS = 4
 _GENERATIONS = 4
 _MICRO_BATCH = 2
+_PACKED = 3
+"""Least number of sequences of a packed row: with one, nothing of packing would be rehearsed."""
 _LENGTH = 32
 _RESPONSE = 16
 _ENVIRONMENT = "nemo_geomask_rehearsal"
@@ -42,6 +44,7 @@ class Plan:
     full_layout: Layout  # parallel layout of the recipe
     model: TinyModel  # the tiny model
     steps: int  # rollout batches to train on
+    rollouts: int  # sequences of a rollout batch
     script: str  # NeMo-RL's script, relative to its checkout
     gpu_count: int  # number of GPUs that Ray has, or claims to have
     uses_automodel: bool  # True if DTensor v2's workers train, which are Automodel's
@@ -124,6 +127,7 @@ def plan(
         full,
         model,
         steps,
+        _rollouts(facts, layout),
         script,
         gpu_count,
         uses_automodel,
@@ -253,20 +257,40 @@ def _sequence_length(facts: RecipeFacts, layout: Layout, own_environment: bool) 
     return math.ceil(minimum / multiple) * multiple
 
 
+def _responses(facts: RecipeFacts) -> int:
+    """Return the number of responses to a prompt."""
+    return int(min(facts.number(f"{facts.algorithm}.num_generations_per_prompt") or _GENERATIONS, _GENERATIONS))
+
+
+def _rollouts(facts: RecipeFacts, layout: Layout) -> int:
+    """Return the number of sequences of a rollout batch.
+
+    Each rank needs a microbatch at each update, and a packed one :data:`_PACKED` sequences. In asynchronous GRPO a
+    batch holds all responses to a prompt.
+    """
+    prompts = int(min(facts.number(f"{facts.algorithm}.num_prompts_per_step") or _PROMPTS, _PROMPTS))
+    responses = _responses(facts)
+    least = _PACKED * layout.dp * (1 + _has_several_updates(facts)) if _is_packed(facts) else 0
+    while prompts * responses % layout.dp or prompts * responses < least:
+        prompts += 1
+    return prompts * responses
+
+
+def _has_several_updates(facts: RecipeFacts) -> bool:
+    return not facts.uses_single_controller and (facts.steps_per_rollout or 1) > 1
+
+
+def _is_packed(facts: RecipeFacts) -> bool:
+    return facts.is_true("policy.sequence_packing.enabled")
+
+
 def _batch_sizes(facts: RecipeFacts, layout: Layout, length: int) -> Iterator[Change]:
     section = facts.algorithm
-    prompts = int(min(facts.number(f"{section}.num_prompts_per_step") or _PROMPTS, _PROMPTS))
-    responses = int(min(facts.number(f"{section}.num_generations_per_prompt") or _GENERATIONS, _GENERATIONS))
-    # Each rank needs a microbatch, and in asynchronous GRPO a batch holds all responses to a prompt.
-    while prompts * responses % layout.dp:
-        prompts += 1
-    rollouts = prompts * responses
+    responses = _responses(facts)
+    rollouts = _rollouts(facts, layout)
+    prompts = rollouts // responses
     # A recipe with several optimiser steps per rollout batch keeps two.
-    updates = (
-        2
-        if not facts.uses_single_controller and (facts.steps_per_rollout or 1) > 1 and rollouts % (2 * layout.dp) == 0
-        else 1
-    )
+    updates = 2 if _has_several_updates(facts) and rollouts % (2 * layout.dp) == 0 else 1
     train = rollouts // updates
     micro = math.gcd(int(min(facts.number("policy.train_micro_batch_size") or 1, _MICRO_BATCH)), train // layout.dp)
     sizes: dict[str, int | None] = {
@@ -285,8 +309,9 @@ def _batch_sizes(facts: RecipeFacts, layout: Layout, length: int) -> Iterator[Ch
         sizes[f"{model}.max_total_sequence_length"] = length
         for name in ("dynamic_batching", "sequence_packing"):
             if facts.get(f"{model}.{name}.train_mb_tokens") is not None:
-                sizes[f"{model}.{name}.train_mb_tokens"] = length * micro
-                sizes[f"{model}.{name}.logprob_mb_tokens"] = length * micro
+                tokens = length * (max(micro, _PACKED) if name == "sequence_packing" else micro)
+                sizes[f"{model}.{name}.train_mb_tokens"] = tokens
+                sizes[f"{model}.{name}.logprob_mb_tokens"] = tokens
                 sizes[f"{model}.{name}.sequence_length_round"] = 8
     if facts.uses_single_controller:
         sizes["async_rl.min_groups_for_streaming_train"] = prompts

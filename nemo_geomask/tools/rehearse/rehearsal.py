@@ -20,16 +20,20 @@ from nemo_geomask.tools.check import Finding, RecipeFacts, check
 from nemo_geomask.tools.rehearse.control_run import Comparison, compare, control_overrides, settings_of_ours_alone
 from nemo_geomask.tools.rehearse.event_log import STAGES, read_events
 from nemo_geomask.tools.rehearse.gate import RunEvidence, unmet_conditions
+from nemo_geomask.tools.rehearse.healthy_limits import has_experts, healthy_limits, update_limits
 from nemo_geomask.tools.rehearse.launch_environment import has_automodel, launch_environment, supports_fp8_cache
-from nemo_geomask.tools.rehearse.mismatch_check import check_mismatch, has_experts, healthy_limits
+from nemo_geomask.tools.rehearse.mismatch_check import check_mismatch
 from nemo_geomask.tools.rehearse.plan import RECORDS, Plan, plan
 from nemo_geomask.tools.rehearse.refusals import errors_of
 from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult, outcome_of
 from nemo_geomask.tools.rehearse.supervision import supervised
 from nemo_geomask.tools.rehearse.tiny_models import write_prompts
+from nemo_geomask.tools.rehearse.update_check import check_update, replay_losses
 
 # Rule of `check`: after a resume, DTensor v2's reference policy is the checkpoint's and not the original model's.
 _RESET_REFERENCE = "GM209"
+# Rule of `check`: a mask that is expected to keep hardly anything.
+_EMPTY_MASK = "GM402"
 # Module of the driver's process. It is not imported here, because its own imports take seconds.
 _DRIVER = "nemo_geomask.tools.rehearse.driver"
 # Files by which the folder of an earlier rehearsal is recognised.
@@ -162,7 +166,9 @@ def rehearse(
     if errors_of(report, own_environment=own_environment):
         return result
     settings = _RunSettings(
-        checkout, steps, ranks, own_environment, gpus, timeout, resume is not None, validate, tuple(accept), progress
+        *(checkout, steps, ranks, own_environment, gpus, timeout, resume is not None, validate, tuple(accept)),
+        tuple(finding.message for finding in report.findings if finding.rule.id == _EMPTY_MASK),
+        progress,
     )
     planned = _make_plan(facts, folder, settings)
     command = driver_command(checkout / planned.script, facts.recipe.path, (*overrides, *planned.overrides))
@@ -206,6 +212,7 @@ class _RunSettings:
     resume: bool
     validate: bool
     accept: tuple[str, ...]
+    forecasts: tuple[str, ...]  # as in RunEvidence
     progress: Callable[[Sequence[dict[str, object]]], None]
 
 
@@ -298,7 +305,7 @@ def _run(
         killed_by_kernel=_kernel_kills() - killed_before,
     )
     steps = range(resumed_steps + 1, settings.steps + 1)
-    return _judge(outcome, facts, planned, folder, steps, log, is_validated=settings.validate)
+    return _judge(outcome, facts, planned, folder, steps, log, settings)
 
 
 def _judge(
@@ -308,26 +315,32 @@ def _judge(
     folder: Path,
     steps: Sequence[int],
     log: str,
-    *,
-    is_validated: bool,
+    settings: _RunSettings,
 ) -> RunResult:
     """Return the outcome with the diagnosis of its records and the conditions that it does not meet."""
     changed = {change.key: change.value for change in planned.changes}
+
+    def value_of(key: str) -> Any:
+        return changed.get(key, facts.get(key))
+
     records = folder / RECORDS if any(key.startswith("loss_fn.record") for key in changed) else None
-    mismatch = None
+    mismatch = update = None
+    replayed: dict[int, tuple[float, float]] = {}
     # Steps of NeMo-RL's own loss have no records; NeMo-RL logs their log-probs.
     log_file = next((folder / "logs").glob("**/train_data_step*.jsonl"), None)
     source = records or (log_file.parent if log_file is not None else None)
+    rows, rollouts = int(value_of("policy.train_global_batch_size")), planned.rollouts
     if source is not None and has_arrow():
-        trainer, sampler = (
-            str(changed.get(key, facts.get(key)))
-            for key in ("policy.precision", "policy.generation.vllm_cfg.precision")
-        )
-        experts = has_experts(folder / "model")
+        trainer, sampler = str(value_of("policy.precision")), str(value_of("policy.generation.vllm_cfg.precision"))
+        experts, temperature = has_experts(folder / "model"), facts.temperature
         limits = healthy_limits(
-            trainer, sampler, experts=experts, temperature=facts.temperature, fp8_cache=planned.keeps_fp8_cache
+            trainer, sampler, experts=experts, temperature=temperature, fp8_cache=planned.keeps_fp8_cache
         )
         mismatch = check_mismatch(source, limits, is_filtered=facts.filter_key is not None)
+        if records is not None:
+            update_limit = update_limits(trainer, experts=experts, temperature=temperature)
+            update = check_update(records, update_limit, rows=rows)
+            replayed = {step: (value, size) for step, value, size in replay_losses(records, facts.config, rows=rows)}
     evidence = RunEvidence(
         events=list(read_events(folder / "events.jsonl")),
         metrics=outcome.metrics,
@@ -335,10 +348,15 @@ def _judge(
         loss_name=None if facts.trains_nemo_rl_loss else facts.config.name,
         records=records,
         mismatch=mismatch,
+        update=update,
+        updates=max(1, rollouts // rows),
+        replayed=replayed,
         log=log,
-        is_validated=is_validated,
+        is_validated=settings.validate,
+        forecasts=settings.forecasts,
     )
-    return outcome.judged(unmet_conditions(evidence) if outcome.metrics else (), mismatch)
+    unmet = unmet_conditions(evidence) if outcome.metrics else ()
+    return outcome.judged(unmet, mismatch=mismatch, update=update, replayed=len(replayed))
 
 
 def has_arrow() -> bool:

@@ -35,11 +35,13 @@ def as_text(rehearsal: Rehearsal) -> list[str]:
     lines.append(_row("check", "ran" if rehearsal.plan else "failed", "", counts))
     if rehearsal.plan is not None and rehearsal.outcome is None:
         return [*lines, "", *_plan(rehearsal, rehearsal.plan)]
+    has_run = rehearsal.outcome is not None and rehearsal.plan is not None
+    shown = ("warning",) if has_run else ("error",)
+    for finding in rehearsal.findings:
+        if finding.rule.severity in shown:
+            place = f"{finding.origin}: " if finding.origin else ""
+            lines += [f"    {place}{finding.rule.severity} {finding.rule.id} {finding.key}: {finding.message}"]
     if rehearsal.outcome is None or rehearsal.plan is None:
-        for finding in rehearsal.findings:
-            if finding.rule.severity == "error":
-                place = f"{finding.origin}: " if finding.origin else ""
-                lines += ["", f"{place}{finding.rule.id} {finding.key}", f"  {finding.message}"]
         return [*lines, "", "The recipe has errors; nothing was run."]
     lines += [_stage(stage) for stage in rehearsal.outcome.stages]
     if rehearsal.outcome.failure is not None:
@@ -138,6 +140,9 @@ def _diagnosis(outcome: RunResult) -> Iterator[str]:
         yield "diagnosis: none, since no log-probs were recorded or logged, or pyarrow is missing"
     else:
         yield f"diagnosis: {outcome.mismatch.sentence}"
+    if outcome.update is not None:
+        yield f"curr at first updates, against prev: {outcome.update.sentence}"
+        yield f"loss: recomputed from the record for {outcome.replayed} of {len(outcome.metrics)} steps"
 
 
 def _loss_calls(outcome: RunResult) -> Iterator[str]:
@@ -229,7 +234,7 @@ def _fields(rehearsal: Rehearsal) -> dict[str, Any]:
         "seconds": round(rehearsal.seconds, 2),
         "folder": str(rehearsal.folder),
         "stages": [validation],
-        **dict.fromkeys(("failure", "control", "resumed", "diagnosis")),
+        **dict.fromkeys(("failure", "control", "resumed", "diagnosis", "update")),
         **{name: {} for name in ("loss", "metrics")},
         **{name: [] for name in ("workers", "changes", "not_rehearsed", "unmet", "weights")},
     }
@@ -250,6 +255,7 @@ def _fields(rehearsal: Rehearsal) -> dict[str, Any]:
             {key: value for key, value in event.items() if key not in ("at", "kind")} for event in outcome.weights
         ],
         "diagnosis": _mismatch_as_json(outcome.mismatch),
+        "update": _mismatch_as_json(outcome.update),
     }
 
 
@@ -269,7 +275,9 @@ def _plan_as_json(rehearsal: Rehearsal, plan: Plan) -> dict[str, Any]:
 def _mismatch_as_json(mismatch: Mismatch | None) -> dict[str, Any] | None:
     if mismatch is None:
         return None
-    return {**vars(mismatch), "limits": vars(mismatch.limits), "sentence": mismatch.sentence}
+    gap = {} if mismatch.gap is None else mismatch.gap._asdict()
+    fields = {key: value for key, value in vars(mismatch).items() if key != "gap"}
+    return {**fields, **gap, "limits": vars(mismatch.limits), "sentence": mismatch.sentence}
 
 
 def _stage_as_json(stage: Stage) -> dict[str, Any]:

@@ -62,12 +62,17 @@ class RunResult:
     seconds: float = 0.0  # run time of the driver
     unmet: tuple[RunFailure, ...] = ()  # conditions of :mod:`~nemo_geomask.tools.rehearse.gate` that it does not meet
     mismatch: Mismatch | None = None  # diagnosis of its records; None if it was not recorded
+    update: Mismatch | None = None  # verdict on π_θ at its first updates; None if it was not recorded
+    replayed: int = 0  # number of steps whose loss was recomputed from the record
     # comparisons of the weights of trainer and engine after refits: ``weights`` events
     weights: tuple[Mapping[str, Any], ...] = ()
 
-    def judged(self, unmet: tuple[RunFailure, ...], mismatch: Mismatch | None) -> RunResult:
-        """Return the outcome with the conditions that it does not meet; the first is its failure if it had none."""
-        result = replace(self, unmet=unmet, mismatch=mismatch)
+    def judged(self, unmet: tuple[RunFailure, ...], **verdicts: Any) -> RunResult:
+        """Return the outcome with the conditions that it does not meet; the first is its failure if it had none.
+
+        ``verdicts`` are fields of the outcome.
+        """
+        result = replace(self, unmet=unmet, **verdicts)
         if self.failure is not None or not unmet:
             return result
         failed = unmet[0]

@@ -7,7 +7,8 @@ import math
 import pytest
 
 from nemo_geomask.tools.rehearse.gate import RunEvidence, unmet_conditions
-from nemo_geomask.tools.rehearse.mismatch_check import NONFINITE, Mismatch, healthy_limits
+from nemo_geomask.tools.rehearse.healthy_limits import healthy_limits
+from nemo_geomask.tools.rehearse.mismatch_check import NONFINITE, Mismatch
 from tests.tools.rehearse.made_records import write_record
 
 OURS = "PolicyLoss(name='gspo', ratio_clip_max=0.3)"
@@ -107,6 +108,41 @@ def test_vetoed_steps():
     assert errors(metrics={key: {"geomask/batch_vetoed": 1.0} for key in (1, 2, 3)})[0].startswith(
         "every step was vetoed"
     )
+
+
+def test_a_veto_of_every_step_is_not_a_loss_that_nobody_called():
+    events = [proof(step, calls={}, refits=step) for step in range(4)]
+    skipped = {key: {"geomask/batch_vetoed": 1.0, "geomask/batch_kl": 2.0} for key in (1, 2, 3)}
+    first, *_ = errors(events=events, metrics=skipped)
+    assert first.startswith("every step was vetoed")
+    assert not any("no loss" in error for error in errors(events=events, metrics=skipped))
+    emptied = {key: {"geomask/batch_emptied": 1.0} for key in (1, 2, 3)}
+    assert errors(events=events, metrics=emptied)[0].startswith("nothing was kept of any step")
+
+
+def test_the_advice_for_an_empty_mask_is_that_of_check():
+    forecast = "mask product is expected to keep only 0.0% of responses; use preset: geometric"
+    (found,) = unmet(metrics={1: {"geomask/kept_tokens": 0.0}}, forecasts=[forecast])
+    assert found.fix == forecast
+    assert "widen" in str(unmet(metrics={1: {"geomask/kept_tokens": 0.0}})[0].fix)
+
+
+@pytest.mark.parametrize("values", [{"probs_ratio": 1.3}, {"probs_ratio": 1.0, "geomask/policy_k3": 0.2}])
+def test_a_policy_that_differs_at_the_first_update(values):
+    unchanged = {"update": Mismatch(LIMITS), "metrics": {2: values}}
+    (found,) = unmet(**unchanged)
+    assert "the workers' own probs_ratio of step 2" in found.error
+    assert errors(**unchanged, updates=2) == []  # the second update has another policy
+    assert errors(metrics={2: values}) == []
+    assert errors(update=Mismatch(LIMITS, unjudged="no prev"), metrics={2: values}) == []
+    shifted = Mismatch(LIMITS, cause="curr is shifted", details="12 %", setting="a", fix="b")
+    assert [each.error for each in unmet(update=shifted)] == ["curr is shifted (12 %)"]
+
+
+def test_a_loss_of_other_rows():
+    assert errors(replayed={1: (0.1 + 1e-6, 0.5), 2: (0.1, 0.5)}) == []
+    (found,) = unmet(replayed={1: (0.1, 0.5), 2: (0.3, 0.5), 3: (0.2, 0.5)})
+    assert found.error.startswith("the loss of step 2 is 0.1, and that of its recorded batch is 0.3")
 
 
 def test_steps_of_which_nothing_was_kept():

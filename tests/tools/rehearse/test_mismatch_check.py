@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 
-from nemo_geomask.tools.rehearse.mismatch_check import check_mismatch, healthy_limits
+from nemo_geomask.tools.rehearse.healthy_limits import healthy_limits
+from nemo_geomask.tools.rehearse.mismatch_check import check_mismatch
 from tests.tools.rehearse.made_records import write_record
 
 parquet = pytest.importorskip("pyarrow.parquet", reason="records are Parquet files")
@@ -25,8 +26,8 @@ def diagnosed(folder, fault="", limits=DENSE, *, is_filtered=False, **how):
 def test_healthy_records(tmp_path):
     found = diagnosed(tmp_path)
     assert (found.cause, found.unjudged) == ("", "")
-    assert found.tokens == 3 * 8 * 14
-    assert 0.003 < found.noise < 0.03
+    assert found.gap.tokens == 3 * 8 * 14
+    assert 0.003 < found.gap.noise < 0.03
     assert found.sentence.startswith("healthy: noise of a typical token 0.0")
 
 
@@ -55,8 +56,8 @@ def test_a_trainer_that_filters_sets_what_it_removes_to_0(tmp_path):
         assert found.outside == pytest.approx(1 / (8 * 14))
         assert "the top-p or top-k of one engine alone leaves out 0.89% of the sampled tokens" in found.sentence
         # The other measures are without them.
-        assert found.far == 0.0
-        assert found.k3 < 1e-3
+        assert found.gap.far == 0.0
+        assert found.gap.k3 < 1e-3
     assert "leaves out" not in diagnosed(tmp_path, is_filtered=True).sentence
 
 
@@ -117,5 +118,5 @@ def test_nemo_rls_own_logs_say_the_same(tmp_path, fault):
                 file.write(json.dumps({**lists, "input_lengths": [row["length"]], "idx": number}) + "\n")
     shutil.rmtree(tmp_path / "records")
     logged = check_mismatch(tmp_path, DENSE)
-    assert (logged.cause, logged.tokens) == (recorded.cause, recorded.tokens)
-    assert logged.noise == pytest.approx(recorded.noise)
+    assert (logged.cause, logged.gap.tokens) == (recorded.cause, recorded.gap.tokens)
+    assert logged.gap.noise == pytest.approx(recorded.gap.noise)

@@ -46,7 +46,7 @@ def find_faults(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence: 
     lacks_gen = _lacks_logprobs(gen, prev, mask, sequence, count)
     lacks_prev = _lacks_logprobs(prev, gen, mask, sequence, count)
     comparable: Array = mask & ~(lacks_gen | lacks_prev)[sequence]
-    is_checked, fits_later, fits_earlier = _find_shifts(comparable, gen, prev, sequence, count)
+    is_checked, fits_later, fits_earlier = find_shifts(comparable, gen, prev, sequence, count)
     is_nonfinite = comparable & ~(np.isfinite(gen) & np.isfinite(prev))
     counts = {
         "all_sequences": has_trained,
@@ -96,7 +96,7 @@ def _lacks_logprobs(logprobs: Array, reference: Array, mask: Array, sequence: Ar
     return missing
 
 
-def _find_shifts(comparable: Array, gen: Array, prev: Array, sequence: Array, count: int) -> tuple[Array, Array, Array]:
+def find_shifts(comparable: Array, gen: Array, prev: Array, sequence: Array, count: int) -> tuple[Array, Array, Array]:
     """Compare each log-prob of one engine with the other engine's log-probs of the same and the neighbouring tokens.
 
     Returns bools [S]: sequences with enough pairs of successive tokens to be checked; those in which prev of token t
@@ -106,7 +106,7 @@ def _find_shifts(comparable: Array, gen: Array, prev: Array, sequence: Array, co
     owner = sequence[:-1][is_pair]
     gen_first, gen_second = gen[:-1][is_pair], gen[1:][is_pair]
     prev_first, prev_second = prev[:-1][is_pair], prev[1:][is_pair]
-    gap = _gap(prev_first, gen_first)
+    gap = capped_gap(prev_first, gen_first)
     differs = gap > MIN_GAP
 
     def fits(shifted_gap: Array) -> Array:
@@ -119,10 +119,10 @@ def _find_shifts(comparable: Array, gen: Array, prev: Array, sequence: Array, co
         return is_shifted
 
     is_checked: Array = np.bincount(owner, minlength=count) >= MIN_PAIRS
-    return is_checked, fits(_gap(prev_first, gen_second)), fits(_gap(prev_second, gen_first))
+    return is_checked, fits(capped_gap(prev_first, gen_second)), fits(capped_gap(prev_second, gen_first))
 
 
-def _gap(first: Array, second: Array) -> Array:
+def capped_gap(first: Array, second: Array) -> Array:
     """Return the capped absolute difference of log-probs; ``MAX_GAP`` where it is not a number."""
     with np.errstate(invalid="ignore"):  # inf - inf
         gap: Array = np.minimum(np.nan_to_num(np.abs(first - second), nan=MAX_GAP), MAX_GAP)
