@@ -110,25 +110,32 @@ def generate(
     ends = torch.full((count,), longest, device=device)
     call_id = getattr(task, "call_id", None)
 
+    is_calling = torch.zeros(count, dtype=torch.bool, device=device)
+
     rows = torch.arange(count, device=device)  # Row numbers, in the full batch, of the responses that are not complete.
     current = 0  # index of the engine that samples
     with contextlib.ExitStack() as stack:
         decoder = _Decoder(engines, count, longest, stack)
         logits = decoder.run(current, rows, prompt_ids, slice(0, width))
         for position in range(width, longest):
+            logits = logits / config.unknown_temperature
             distribution = filter_logits(logits, config).log_softmax(dim=-1)
             reported = logits.log_softmax(dim=-1) if config.logprobs_mode == "raw_logprobs" else distribution
             # Draw numbers for complete responses, too, so that no response depends on the lengths of others.
             uniform = torch.rand(count, dtype=torch.float32, generator=generator).to(device)[rows]
+            # Where the environment writes the next tokens, the number that would draw one of them is its luck.
+            for row, luck in zip(rows.tolist(), uniform.tolist(), strict=True):
+                if is_calling[row]:
+                    ids = input_ids[row, :position].tolist()
+                    reply = task.reply(ids[:width], ids[width:], luck)[: longest - position]  # type: ignore[attr-defined]
+                    replies[row, position : position + len(reply)] = torch.tensor(reply, dtype=torch.long)
             is_sampled = replies[rows, position] < 0
             token = torch.where(is_sampled, draw_tokens(distribution, uniform), replies[rows, position])
             input_ids[rows, position] = token
             logprobs[rows, position] = torch.where(is_sampled, reported.gather(-1, token[:, None]).squeeze(-1), 0.0)
             token_mask[rows, position] = is_sampled.float()
             engine_index[rows, position] = current * is_sampled
-            if call_id is not None:
-                calling_rows = rows[is_sampled & (token == call_id)]
-                _write_replies(task, input_ids, width, position + 1, calling_rows, replies)
+            is_calling[rows] = is_sampled & (token == (-1 if call_id is None else call_id))
 
             ends_here = is_sampled & (token == task.eos_id) & (not config.ignore_eos)
             running = ~ends_here & (position + 1 < width + requested_terms[rows])
@@ -172,14 +179,3 @@ class _Decoder:
         self.routes[rows, route_columns] = chosen[:, route_columns.start - route_columns.stop :].to(torch.int16)
         logits: Tensor = output.logits[:, -1].float()
         return logits
-
-
-def _write_replies(task: Any, input_ids: Tensor, width: int, length: int, rows: Tensor, replies: Tensor) -> None:
-    """Write the environment's replies to the calls of some rows into ``replies`` [B, T], cut at the longest response.
-
-    The last of ``length`` tokens in ``input_ids`` is the call; prompts have ``width`` tokens.
-    """
-    for row in rows.tolist():
-        ids = input_ids[row, :length].tolist()
-        reply = task.reply(ids[:width], ids[width:])[: input_ids.shape[1] - length]
-        replies[row, length : length + len(reply)] = torch.tensor(reply, dtype=torch.long, device=replies.device)

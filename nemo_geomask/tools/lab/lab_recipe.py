@@ -31,6 +31,7 @@ TASKS: PluginGroup[Any] = PluginGroup(
         "progressions": "nemo_geomask.tools.lab.tasks:Progressions",
         "lookups": "nemo_geomask.tools.lab.tasks:Lookups",
         "answers": "nemo_geomask.tools.lab.tasks:Answers",
+        "searches": "nemo_geomask.tools.lab.tasks:Searches",
     },
 )
 _PRESET_BOUNDS: Mapping[str, Mapping[str, Any]] = {
@@ -57,6 +58,11 @@ class EstimatorConfig(StrictModel):
     )
     minus_baseline: bool = Field(
         True, description="Subtract the group's mean reward; only reinforce_plus_plus reads this key."
+    )
+    reply_baseline: bool = Field(
+        False,
+        description="Compare each token only with the group's responses that have had the same replies of the "
+        "environment up to it; only grpo reads this key. The lab's own.",
     )
 
 
@@ -135,8 +141,9 @@ class EnvConfig(StrictModel):
     name: Annotated[str, TASKS] = Field(
         "progressions",
         description="progressions: continue an arithmetic progression modulo a number; lookups: call a tool and repeat "
-        "its answer; answers: a reward of 0 or 1 for the last token of a long response. Otherwise a name in the group "
-        "nemo_geomask.lab_tasks, or module:attribute.",
+        "its answer; answers: a reward of 0 or 1 for the last token of a long response; searches: a tool call that "
+        "finds something or not by luck, then a long answer. Otherwise a name in the group nemo_geomask.lab_tasks, or "
+        "module:attribute.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Settings of a task from a plugin, which validates them."
@@ -146,6 +153,7 @@ class EnvConfig(StrictModel):
     )
     min_terms: int = Field(8, gt=0, description="Smallest number of terms that a prompt requests.")
     max_terms: int = Field(48, gt=0, description="Largest number of terms that a prompt requests.")
+    luck: float = Field(0.5, gt=0, le=1, description="searches: probability that the tool finds something.")
 
     @model_validator(mode="after")
     def _check(self) -> EnvConfig:

@@ -67,6 +67,11 @@ class GenerationConfig(StrictModel):
         "bfloat16", description="Precision of weights, activations and KV cache."
     )
     temperature: float = Field(1.0, gt=0, description="Temperature that the logits of both engines are divided by.")
+    unknown_temperature: float = Field(
+        1.0,
+        gt=0,
+        description="Temperature that the engine divides its logits by, too, and the trainer does not know of.",
+    )
     top_p: float = Field(
         1.0,
         gt=0,

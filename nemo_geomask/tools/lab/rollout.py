@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,7 +63,8 @@ def token_advantages(data: Mapping[str, Tensor], config: GrpoConfig, loss: LossC
     """
     mask, rewards = data[TOKEN_MASK], data["rewards"]
     if config.adv_estimator.name == "grpo":
-        return group_advantages(rewards, config)[:, None].expand_as(mask).clone()
+        advantages = group_advantages(rewards, config)[:, None].expand_as(mask).clone()
+        return _reply_advantages(data, advantages, config) if config.adv_estimator.reply_baseline else advantages
     advantages = rewards.double().reshape(-1, config.num_generations_per_prompt)
     if config.adv_estimator.minus_baseline:
         advantages = advantages - advantages.mean(dim=1, keepdim=True)
@@ -75,7 +78,23 @@ def token_advantages(data: Mapping[str, Tensor], config: GrpoConfig, loss: LossC
     return torch.where(is_trained, _clip(advantages.float(), config), 0.0)
 
 
-def group_advantages(rewards: Tensor, config: GrpoConfig) -> Tensor:
+def _reply_advantages(data: Mapping[str, Tensor], advantages: Tensor, config: GrpoConfig) -> Tensor:
+    """Return ``advantages`` [B, T] with those after a reply relative to the group's responses with the same replies."""
+    mask, size = data[TOKEN_MASK], config.num_generations_per_prompt
+    positions = torch.arange(mask.shape[1])
+    is_reply = (mask.cumsum(dim=1) > 0) & (mask == 0) & (positions < data["input_lengths"][:, None])
+    counts = is_reply.cumsum(dim=1)  # reply tokens up to each token
+    replies = [ids[chosen].tolist() for ids, chosen in zip(data["input_ids"], is_reply, strict=True)]
+    for count in range(1, int(counts.max()) + 1):
+        heads = [reply[:count] for reply in replies]
+        groups = [heads[start : start + size] for start in range(0, len(heads), size)]
+        is_same = torch.tensor([[[head == other for other in group] for head in group] for group in groups])
+        relative = group_advantages(data["rewards"], config, is_same)
+        advantages = torch.where(counts == count, relative[:, None], advantages)
+    return advantages
+
+
+def group_advantages(rewards: Tensor, config: GrpoConfig, is_comparable: Tensor | None = None) -> Tensor:
     """Compute one advantage per response as NeMo-RL's GRPO estimator does.
 
     ``A_i = r_i - b_i``, with ``b_i`` the mean reward of the group, or of the group without i (leave-one-out). With
@@ -85,16 +104,20 @@ def group_advantages(rewards: Tensor, config: GrpoConfig) -> Tensor:
     that is drawn twice makes two groups here, while NeMo-RL merges the groups of identical prompts.
 
     Of the rewards [B], those of the ``num_generations_per_prompt`` responses to one prompt are adjacent.
+    ``is_comparable`` [B / n, n, n] says which responses j belong to the baseline of response i; None: all of a group. A
+    response without another has an advantage of 0.
 
     Returns: [B] float32.
     """
     # float64, so that rounding does not make equal rewards differ.
     group = rewards.double().reshape(-1, config.num_generations_per_prompt)
-    in_baseline = torch.ones(group.shape[1], group.shape[1], dtype=group.dtype)
+    in_baseline = torch.ones(len(group), group.shape[1], group.shape[1], dtype=group.dtype)
+    if is_comparable is not None:
+        in_baseline = in_baseline * is_comparable
     if config.use_leave_one_out_baseline:
-        in_baseline.fill_diagonal_(0.0)
-    size = in_baseline.sum(dim=1)
-    baseline = group @ in_baseline.T / size
+        in_baseline.diagonal(dim1=1, dim2=2).zero_()
+    size = in_baseline.sum(dim=-1)
+    baseline = torch.where(size > 0, (in_baseline @ group[:, :, None]).squeeze(-1) / size.clamp(min=1), group)
     advantages = group - baseline
     if config.normalize_rewards:
         # deviation[g, i, j] is the deviation of response j from the baseline of response i.
@@ -249,10 +272,26 @@ def _sample_batch(
 
 def compute_rewards(task: Task, prompts: Prompts, sampled: SampledResponses) -> Tensor:
     """Return the rewards of responses, [B] float32."""
-    width = task.prompt_width
-    rows = zip(sampled.input_ids.tolist(), sampled.input_lengths.tolist(), prompts.terms.tolist(), strict=True)
-    rewards = [task.reward(ids[:width], ids[width:length], terms) for ids, length, terms in rows]
+    pairs = zip(_split_responses(task, sampled), prompts.terms.tolist(), strict=True)
+    rewards = [task.reward(prompt, response, terms) for (prompt, response), terms in pairs]
     return torch.tensor(rewards, dtype=torch.float32)
+
+
+def mean_measures(task: Task, sampled: SampledResponses) -> dict[str, float]:
+    """Return the mean of each measure of the task over the responses that have it; empty if the task has none."""
+    if not hasattr(task, "measures"):
+        return {}
+    values = defaultdict(list)
+    for prompt, response in _split_responses(task, sampled):
+        for name, value in task.measures(prompt, response).items():
+            values[name].append(value)
+    return {name: fmean(measured) for name, measured in values.items()}
+
+
+def _split_responses(task: Task, sampled: SampledResponses) -> list[tuple[list[int], list[int]]]:
+    """Return prompt and response of each row, as token ids."""
+    rows = zip(sampled.input_ids.tolist(), sampled.input_lengths.tolist(), strict=True)
+    return [(ids[: task.prompt_width], ids[task.prompt_width : length]) for ids, length in rows]
 
 
 def write_rollout(rollout: Rollout, task: Task, path: Path) -> None:

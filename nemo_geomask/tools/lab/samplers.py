@@ -88,6 +88,19 @@ def build_sampler(recipe: LabRecipe) -> Sampler:
     return CopySampler(recipe, task)
 
 
+def trainer_sampler(recipe: LabRecipe) -> Sampler:
+    """Create a sampler from the policy itself: float32, without the engine's rounding, and at the temperature known.
+
+    The trainer's filters stay, since the policy that it trains is the filtered one.
+    """
+    changes = {"backend": "copy", "precision": "float32", "quantization": None, "unknown_temperature": 1.0}
+    if not recipe.lab.filter_logprobs:
+        changes |= {"top_p": 1.0, "top_k": None}
+    generation = recipe.policy.generation.model_copy(update=changes)
+    policy = recipe.policy.model_copy(update={"generation": generation})
+    return CopySampler(recipe.model_copy(update={"policy": policy}), load_task(recipe.env))
+
+
 # vLLM reads these variables when it is imported or an engine starts. Without _FORCED_ENVIRONMENT, vLLM would run in
 # another process, where weights can't be loaded from this one. _DEFAULT_ENVIRONMENT does not replace the user's values.
 _FORCED_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

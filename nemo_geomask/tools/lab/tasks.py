@@ -1,4 +1,4 @@
-"""Interface of a lab task, and the built-in tasks: arithmetic progressions modulo a number, and lookups by a tool.
+"""Interface of a lab task, and the built-in tasks: arithmetic progressions modulo a number, and two that call a tool.
 
 In the default task, a prompt is ``start + step :`` and the response should be the next terms. Each term is compared
 with the term before it, so there is partial credit: a mistake costs one term (two, if it is not a number), but not the
@@ -9,7 +9,7 @@ may end it earlier with EOS, and then loses the missing terms. Responses therefo
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
 
@@ -75,11 +75,18 @@ class CallingTask(Task, Protocol):
     def call_id(self) -> int:
         """Token id with which the policy calls the environment."""
 
-    def reply(self, prompt: Sequence[int], response: Sequence[int]) -> Sequence[int]:
+    def reply(self, prompt: Sequence[int], response: Sequence[int], luck: float) -> Sequence[int]:
         """Return the environment's tokens in reply to a call, which is the last token of ``response``.
 
-        They are not trained on.
+        They are not trained on. ``luck`` is a random number, uniform in [0, 1), for what the policy can't influence.
         """
+
+
+class MeasuredTask(Task, Protocol):
+    """A task with further measures of a response, which validations report beside the reward."""
+
+    def measures(self, prompt: Sequence[int], response: Sequence[int]) -> Mapping[str, float]:
+        """Return the measures that apply to a response, by name; a validation averages each over those that have it."""
 
 
 def load_task(env: EnvConfig) -> Task:
@@ -221,8 +228,9 @@ class Answers(Progressions):
         return float(len(answer) >= self.min_terms and answer[-1] == (prompt[0] + prompt[2]) % self.modulus)
 
 
-_REPLY_LENGTH = 3  # numbers in a reply
+_REPLY_LENGTH = 3  # numbers in a reply of Lookups
 _ROUND_LENGTH = 1 + 2 * _REPLY_LENGTH  # tokens of a call, its reply and the repetition
+_SEARCH_LENGTH = 2  # tokens of a call and its reply in Searches
 
 
 @dataclass(frozen=True)
@@ -257,7 +265,7 @@ class Lookups(NumberTask):
         terms = torch.randint(self.min_terms, self.max_terms + 1, (count,), generator=generator)
         return Prompts(torch.stack([key, torch.full_like(key, self.colon_id)], dim=1), terms)
 
-    def reply(self, prompt: Sequence[int], response: Sequence[int]) -> list[int]:
+    def reply(self, prompt: Sequence[int], response: Sequence[int], luck: float) -> list[int]:
         """Return three numbers, determined by the tokens so far."""
         digest = zlib.crc32(",".join(map(str, (*prompt, *response))).encode())
         return [digest // self.modulus**digit % self.modulus for digit in range(_REPLY_LENGTH)]
@@ -281,3 +289,92 @@ class Lookups(NumberTask):
             position += 1 + _REPLY_LENGTH
         # Numbers of a last, incomplete round also count and can make up for mistakes.
         return min(1.0, correct / (terms // _ROUND_LENGTH * _REPLY_LENGTH))
+
+
+@dataclass(frozen=True)
+class Searches(NumberTask):
+    """Task of one tool call, which finds something or not whatever the policy does, and a long answer after it.
+
+    Implements :class:`CallingTask` and :class:`MeasuredTask`. A prompt is ``start query :``, with a query of two
+    numbers. The policy calls the tool, ``?``, and is told whether it found something, ``!`` or ``x``. Then it should
+    count on from ``start``, whatever the reply. The reward is the share of correct terms if the tool found something,
+    and otherwise 0. So the context shows, before most tokens are written, what the reward depends on most.
+    """
+
+    luck: float  # probability that the tool finds something
+
+    prompt_width = 4
+    sign = "+"
+
+    @classmethod
+    def of(cls, env: EnvConfig) -> Self:
+        """Create the task that ``env:`` describes; raise ConfigError if a response has no term."""
+        if env.min_terms < _SEARCH_LENGTH + 1:
+            raise ConfigError(
+                f"env.min_terms: {env.min_terms} is too small: a call and its reply are {_SEARCH_LENGTH} tokens, and "
+                f"the answer follows; set it to at least {_SEARCH_LENGTH + 1}"
+            )
+        return cls(env.modulus, env.min_terms, env.max_terms, env.luck)
+
+    @property
+    def call_id(self) -> int:
+        """Token ``?``."""
+        return self.modulus + 4
+
+    @property
+    def found_id(self) -> int:
+        """Token ``!``, a reply."""
+        return self.modulus + 5
+
+    @property
+    def nothing_id(self) -> int:
+        """Token ``x``, a reply."""
+        return self.modulus + 6
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids: the numbers, four signs, the call and its two replies."""
+        return self.modulus + 7
+
+    @property
+    def chance(self) -> float:
+        """Expected reward of a call and random numbers after it."""
+        return self.luck / self.modulus
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return tokens as readable text, such as ``3 5 2 : ? ! 4 5 6``."""
+        signs = {self.call_id: "?", self.found_id: "!", self.nothing_id: "x"}
+        return " ".join(signs.get(token) or super(Searches, self).text([token]) for token in token_ids)
+
+    def sample(self, count: int, generator: torch.Generator) -> Prompts:
+        """Draw ``count`` prompts: start, query and number of terms, each uniform."""
+        numbers = torch.randint(0, self.modulus, (count, 3), generator=generator)
+        terms = torch.randint(self.min_terms, self.max_terms + 1, (count,), generator=generator)
+        return Prompts(torch.cat([numbers, torch.full_like(numbers[:, :1], self.colon_id)], dim=1), terms)
+
+    def reply(self, prompt: Sequence[int], response: Sequence[int], luck: float) -> list[int]:
+        """Return whether the tool found something; a second call gets no reply, and costs the term."""
+        if self.call_id in response[:-1]:
+            return []
+        return [self.found_id if luck < self.luck else self.nothing_id]
+
+    def measures(self, prompt: Sequence[int], response: Sequence[int]) -> dict[str, float]:
+        """Return the share of correct terms, ``correct_after_found`` or ``correct_after_nothing``; none without a call.
+
+        A term is correct if it continues from the token before it, the first from ``start``.
+        """
+        if len(response) <= _SEARCH_LENGTH or response[0] != self.call_id:
+            return {}
+        previous = [prompt[0], *response[_SEARCH_LENGTH:-1]]
+        answer = response[_SEARCH_LENGTH:]
+        correct = sum(
+            before < self.modulus and token == (before + 1) % self.modulus
+            for before, token in zip(previous, answer, strict=True)
+        )
+        name = "correct_after_found" if response[1] == self.found_id else "correct_after_nothing"
+        return {name: correct / len(answer)}
+
+    def reward(self, prompt: Sequence[int], response: Sequence[int], terms: int) -> float:
+        """Return the share of correct terms if the tool found something; otherwise, or without a call first, 0."""
+        share = self.measures(prompt, response[:terms]).get("correct_after_found", 0.0)
+        return share * (len(response[:terms]) - _SEARCH_LENGTH) / (terms - _SEARCH_LENGTH)

@@ -21,8 +21,14 @@ from nemo_geomask.records.flight import FlightRecorder
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 from nemo_geomask.tools.lab.policy_model import build_policy
 from nemo_geomask.tools.lab.ranks import Ranks
-from nemo_geomask.tools.lab.rollout import Rollout, collect_rollout, compute_rewards, reward_kl_coefficient
-from nemo_geomask.tools.lab.samplers import Sampler, build_sampler
+from nemo_geomask.tools.lab.rollout import (
+    Rollout,
+    collect_rollout,
+    compute_rewards,
+    mean_measures,
+    reward_kl_coefficient,
+)
+from nemo_geomask.tools.lab.samplers import Sampler, build_sampler, trainer_sampler
 from nemo_geomask.tools.lab.tasks import draw_prompts, load_task
 from nemo_geomask.tools.lab.training_engine import TrainingEngine
 
@@ -171,15 +177,24 @@ class Trainer:
         return metrics, rollout
 
     def _validate(self) -> dict[str, float]:
-        """Return the mean reward on validation prompts if a validation is due; its random draws are always the same."""
+        """Return mean reward and measures on validation prompts if a validation is due, under engine and trainer.
+
+        ``validation/…`` are of responses that the generation engine samples, which uncorrected training favours;
+        ``validation_trainer/…`` of the policy in the training engine's arithmetic. Random draws are always the same.
+        """
         grpo = self.recipe.grpo
         is_due = grpo.val_period and (self._steps % grpo.val_period == 0 or self._steps == grpo.max_num_steps)
         if not is_due or not self.engine.ranks.is_first:
             return {}
-        generator = torch.Generator().manual_seed(_VALIDATION_SEED)
-        prompts = draw_prompts(self.task, grpo.max_val_samples, generator, held_out=True)
-        rewards = compute_rewards(self.task, prompts, self.sampler.sample((self.policy,), prompts, generator))
-        return {"validation/reward": float(rewards.mean())}
+        metrics: dict[str, float] = {}
+        for name, sampler in (("validation", self.sampler), ("validation_trainer", trainer_sampler(self.recipe))):
+            generator = torch.Generator().manual_seed(_VALIDATION_SEED)
+            prompts = draw_prompts(self.task, grpo.max_val_samples, generator, held_out=True)
+            sampled = sampler.sample((self.policy,), prompts, generator)
+            measures = {"reward": float(compute_rewards(self.task, prompts, sampled).mean())}
+            measures |= mean_measures(self.task, sampled)
+            metrics |= {f"{name}/{key}": value for key, value in measures.items()}
+        return metrics
 
     def state(self) -> dict[str, Any]:
         """Return the state to resume from, which is everything that the recipe does not determine."""

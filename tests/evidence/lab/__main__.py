@@ -55,7 +55,7 @@ def main() -> None:
     folder = arguments.docs / "evidence"
     regimes = read_regimes(folder / "tuned.toml")
     for regime in regimes.values():
-        check_stored_runs(regime, load_tuned_runs(folder / "tuned" / f"{regime.name}.parquet"))
+        check_stored_runs(regime, load_tuned_runs(folder / "tuned" / f"{regime.name}.parquet", regime.outcome))
     if arguments.regime is not None:
         if arguments.regime not in regimes or arguments.stage is None:
             parser.error(f"name a regime ({', '.join(regimes)}) and a stage ({', '.join(get_args(Stage))})")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -31,10 +32,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class TunedRun:
-    """One finished run of a cell."""
+    """One finished run of a cell.
+
+    Attributes:
+        cell: what was run.
+        curves: its metrics.
+        outcome: metric that decides, as :attr:`Regime.outcome` has it.
+    """
 
     cell: Cell
     curves: RunCurves
+    outcome: str = "reward"
 
     @property
     def seed(self) -> int:
@@ -43,8 +51,11 @@ class TunedRun:
 
     @property
     def reward(self) -> float:
-        """Mean reward of the last ten steps."""
-        return final_reward(self.curves.series("reward"))
+        """What decides: the mean reward of the last ten steps, or the outcome's last value, 0 if it has none."""
+        if self.outcome == "reward":
+            return final_reward(self.curves.series("reward"))
+        value = self.curves.series(self.outcome)[-1]
+        return 0.0 if math.isnan(value) else value
 
 
 def mean_reward(runs: Sequence[TunedRun], cell: Cell, seeds: Sequence[int]) -> float:
@@ -130,6 +141,8 @@ class TunedChoice:
     @property
     def grid(self) -> dict[str, list[Cell]]:
         """Cells of each variant in the confirmation."""
+        if not self.regime.confirms_all_rates:
+            return {name: [self.tuned_cell(name)] for name in self.bounds}
         rates = self.regime.learning_rates
         return {name: [Cell(name, bound, rate) for rate in rates] for name, bound in self.bounds.items()}
 
@@ -170,8 +183,7 @@ def choose(runs: Iterable[TunedRun], regime: Regime) -> TunedChoice:
         names = [name for name, variant in regime.variants.items() if variant.is_correction == is_correction]
         return max(names, key=lambda name: by_variant[name][rates[name]])
 
+    correction, alternative = regime.primary or (best(is_correction=True), best(is_correction=False))
     search_rewards = {variant: by_rate[rates[variant]] for variant, by_rate in by_variant.items()}
     bound_rewards = {name: _rewards_by_bound(search, regime, name) for name in regime.variants}
-    return TunedChoice(
-        regime, bounds, rates, worst, best(is_correction=True), best(is_correction=False), search_rewards, bound_rewards
-    )
+    return TunedChoice(regime, bounds, rates, worst, correction, alternative, search_rewards, bound_rewards)

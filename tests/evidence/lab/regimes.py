@@ -52,6 +52,9 @@ class Regime:
         primary_seeds: seeds of the primary comparison, the confirmation's among them.
         below_grid: learning rates that are run beside the grid, where the search chose its lowest one.
         builds_on_baseline: True if the other variants run at the bound that the search chose for the first one.
+        outcome: metric that decides: the reward's mean over the last ten steps, or a validation's last value.
+        primary: the two variants of the primary comparison; empty: the best correction and the best alternative.
+        confirms_all_rates: True if the confirmation runs every learning rate, False if only the chosen one.
         sensitivity: masks and weights, each with five bounds, that are run at the search's learning rate and seeds, and
             choose nothing. Those of :attr:`variants` have the same names and share their runs.
     """
@@ -68,6 +71,9 @@ class Regime:
     primary_seeds: Sequence[int]
     below_grid: Sequence[float] = ()
     builds_on_baseline: bool = False
+    outcome: str = "reward"
+    primary: Sequence[str] = ()
+    confirms_all_rates: bool = True
     sensitivity: Mapping[str, TunedVariant] = field(default_factory=dict)
 
     @property
@@ -86,19 +92,11 @@ def read_regimes(path: Path) -> dict[str, Regime]:
     seeds: dict[str, Any] = {
         key: parse_seeds(data.pop(key)) for key in ("search_seeds", "confirmation_seeds", "primary_seeds")
     }
-    return {
-        name: Regime(
-            name=name,
-            learning_rates=rates,
-            search_rate=search_rate,
-            **seeds,
-            **{
-                **settings,
-                **{
-                    section: {key: TunedVariant(key, **value) for key, value in settings.get(section, {}).items()}
-                    for section in ("variants", "sensitivity")
-                },
-            },
-        )
-        for name, settings in data.items()
-    }
+    regimes = {}
+    for name, settings in data.items():
+        own = {key: parse_seeds(value) if key in seeds else value for key, value in settings.items()}
+        for section in ("variants", "sensitivity"):
+            own[section] = {key: TunedVariant(key, **value) for key, value in settings.get(section, {}).items()}
+        common = {"learning_rates": rates, "search_rate": search_rate, **seeds}
+        regimes[name] = Regime(name=name, **{**common, **own})
+    return regimes

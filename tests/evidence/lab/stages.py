@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.optional import require
+from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.run_queue import train
 from nemo_geomask.tools.lab.run_store import Run, RunCurves, read_columns, write_columns
@@ -37,6 +38,10 @@ how to read it; the [protocol](protocol.md) says what was run, and why. Rewards 
 at a learning rate of 2e-3, and not tested."""
 
 _METRICS = ("reward", "validation/reward", "approx_entropy", "grad_norm")
+_FURTHER_METRICS = (
+    *("validation_trainer/reward", "validation_trainer/correct_after_found"),
+    *("validation_trainer/correct_after_nothing", "validation/correct_after_found"),
+)
 _METADATA_KEY = b"nemo_geomask.tuned_evidence"
 
 
@@ -110,14 +115,17 @@ def _stage_runs(regime: Regime, stage: Stage, runs: Iterable[TunedRun]) -> list[
 def check_settings(stored: Iterable[TunedRun], planned: Mapping[Cell, Sequence[Run]]) -> None:
     """Check that stored runs have the settings that the plan gives to their cell.
 
+    A run that was stored before a setting existed has its default.
+
     Raises: ConfigError: a stored run has others, for example because the recipe was edited since.
     """
+    defaults = flatten_settings(Run("", LabRecipe(), Path()).settings)
     for run in stored:
         plan = next(iter(planned.get(run.cell, ())), None)
         settings = run.curves.facts.get("settings")
         if plan is None or settings is None:
             continue
-        expected, stored_settings = flatten_settings(plan.settings), flatten_settings(settings)
+        expected, stored_settings = flatten_settings(plan.settings), defaults | flatten_settings(settings)
         if differ := differing_keys(expected, stored_settings):
             raise ConfigError(
                 f"the stored run of '{run.cell.label}' on seed {run.seed} has other settings than the plan: "
@@ -141,14 +149,17 @@ def check_stored_runs(regime: Regime, stored: Sequence[TunedRun]) -> None:
 def with_missing_steps(curves: RunCurves, steps: int) -> RunCurves:
     """Return the curves of a run that raised an error, in which each missing step has a reward of 0."""
     absent = steps - curves.steps
-    columns = {name: [*curves.series(name), *[0.0 if name == "reward" else math.nan] * absent] for name in _METRICS}
+    names = (*_METRICS, *_FURTHER_METRICS)
+    columns = {name: [*curves.series(name), *[0.0 if name == "reward" else math.nan] * absent] for name in names}
     return RunCurves({**curves.facts, "finished": True}, {"step": list(range(1, steps + 1)), **columns})
 
 
 def write_tuned_runs(runs: Iterable[TunedRun], path: Path) -> None:
     """Write the runs' metrics of every step in float32, and for each run its machine and versions."""
     ordered = sorted(runs, key=lambda run: (run.seed, run.cell))
-    rows: dict[str, list[Any]] = {name: [] for name in ("run", "step", *_METRICS)}
+    further = [name for name in _FURTHER_METRICS if any(name in run.curves.columns for run in ordered)]
+    metrics = [*_METRICS, *further]
+    rows: dict[str, list[Any]] = {name: [] for name in ("run", "step", *metrics)}
     facts = []
     for index, run in enumerate(ordered):
         facts.append(
@@ -166,18 +177,18 @@ def write_tuned_runs(runs: Iterable[TunedRun], path: Path) -> None:
         )
         rows["run"] += [index] * run.curves.steps
         rows["step"] += range(1, run.curves.steps + 1)
-        for metric in _METRICS:
+        for metric in metrics:
             rows[metric] += run.curves.series(metric)
-    types = {"run": "int32", "step": "int32", **dict.fromkeys(_METRICS, "float32")}
+    types = {"run": "int32", "step": "int32", **dict.fromkeys(metrics, "float32")}
     write_columns(path, rows, types, _METADATA_KEY, facts)
 
 
-def load_tuned_runs(path: Path) -> list[TunedRun]:
-    """Read what :func:`write_tuned_runs` wrote; no runs if there is no such file."""
+def load_tuned_runs(path: Path, outcome: str = "reward") -> list[TunedRun]:
+    """Read what :func:`write_tuned_runs` wrote; no runs if there is no such file. ``outcome`` is the regime's."""
     if not path.exists():
         return []
     facts, series = read_columns(path, _METADATA_KEY)
-    columns: list[dict[str, list[float]]] = [{name: [] for name in ("step", *_METRICS)} for _ in facts]
+    columns: list[dict[str, list[float]]] = [{name: [] for name in series if name != "run"} for _ in facts]
     for row, index in enumerate(series["run"]):
         for name, values in columns[int(index)].items():
             values.append(series[name][row])
@@ -185,6 +196,7 @@ def load_tuned_runs(path: Path) -> list[TunedRun]:
         TunedRun(
             Cell(fact["variant"], fact["bound"], fact["learning_rate"]),
             RunCurves({**fact, "label": fact["variant"], "finished": True}, curves),
+            outcome,
         )
         for fact, curves in zip(facts, columns, strict=True)
     ]
@@ -195,7 +207,7 @@ def train_stage(
 ) -> bool:
     """Train what is missing of a stage and write its finished runs; return False if the user interrupted it."""
     path = docs / "evidence" / "tuned" / f"{regime.name}.parquet"
-    stored = load_tuned_runs(path)
+    stored = load_tuned_runs(path, regime.outcome)
     stored_keys = {(run.cell, run.seed) for run in stored}
     planned = plan_stage(regime, stage, stored, out / regime.name, seeds)
     # All runs of a seed come from one machine, so one seed is finished before the next one begins.
@@ -216,7 +228,7 @@ def train_stage(
         if "error" in curves.facts:
             curves = with_missing_steps(curves, run.recipe.grpo.max_num_steps)
         if curves.finished:
-            finished.append(TunedRun(cell, curves))
+            finished.append(TunedRun(cell, curves, regime.outcome))
     write_tuned_runs([*stored, *finished], path)
     return complete
 
@@ -227,7 +239,9 @@ def tuned_page(folder: Path, regimes: Mapping[str, Regime]) -> str:
     A regime without a complete confirmation has a sentence in place of its tables.
     """
     blocks = [_HEAD]
-    stored = {name: load_tuned_runs(folder / "tuned" / f"{name}.parquet") for name in regimes}
+    stored = {
+        name: load_tuned_runs(folder / "tuned" / f"{name}.parquet", regime.outcome) for name, regime in regimes.items()
+    }
     for name, regime in regimes.items():
         try:
             tables = comparison_tables(compare_tuned_runs(stored[name], regime))
@@ -247,4 +261,4 @@ def draw_regimes(folder: Path, regimes: Mapping[str, Regime]) -> None:
     for name, regime in regimes.items():
         path = folder / "tuned" / f"{name}.parquet"
         with contextlib.suppress(ConfigError):
-            draw_comparison(compare_tuned_runs(load_tuned_runs(path), regime), path.with_suffix(".png"))
+            draw_comparison(compare_tuned_runs(load_tuned_runs(path, regime.outcome), regime), path.with_suffix(".png"))

@@ -33,8 +33,8 @@ def test_a_reward_is_the_share_of_repeated_numbers(response, terms, reward):
 
 
 def test_replies_repeat_and_are_spread_over_the_numbers():
-    replies = [TASK.reply([key, TASK.colon_id], [*range(count), ASK]) for key in range(7) for count in range(300)]
-    assert replies[:300] == [TASK.reply([0, TASK.colon_id], [*range(count), ASK]) for count in range(300)]
+    replies = [TASK.reply([key, TASK.colon_id], [*range(count), ASK], 0.5) for key in range(7) for count in range(300)]
+    assert replies[:300] == [TASK.reply([0, TASK.colon_id], [*range(count), ASK], 0.5) for count in range(300)]
     for place in range(3):
         counts = torch.bincount(torch.tensor(replies)[:, place], minlength=7) / len(replies)
         assert counts.shape == (7,)

@@ -135,7 +135,7 @@ class Calls(Progressions):
     def call_id(self):
         return self.sign_id
 
-    def reply(self, prompt, response):
+    def reply(self, prompt, response, luck):
         assert response[-1] == self.call_id
         return [response.count(self.call_id) % self.modulus, self.eos_id, self.colon_id]
 
