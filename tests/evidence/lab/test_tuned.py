@@ -214,11 +214,20 @@ def test_the_protocols_regimes_can_be_planned(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     regimes = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")
     stale = regimes.pop("stale")
-    planned = {name: plan_stage(regime, "bound", [], tmp_path, seeds=[1]) for name, regime in regimes.items()}
+    planned = {
+        name: plan_stage(regime, "bound", [], tmp_path, seeds=regime.search_seeds[:1])
+        for name, regime in regimes.items()
+    }
     assert {name: len(cells) for name, cells in planned.items()} == {
         "step_size": 20,
         "lag_8": 7,
+        "mismatch_int4": 15,
+        **dict.fromkeys(("mismatch_equal", "mismatch_no_luck", "mismatch_float8", "mismatch_temperature"), 2),
     }
+    engines = {name: next(iter(cells.values()))[0].recipe for name, cells in planned.items()}
+    quantized = {name: recipe.policy.generation.quantization for name, recipe in engines.items()}
+    assert quantized["mismatch_equal"] is quantized["mismatch_temperature"] is None
+    assert quantized["mismatch_int4"] == quantized["mismatch_no_luck"] != quantized["mismatch_float8"]
     # In the stale regime, corrections run at the clip that was chosen without one.
     assert {cell.variant for cell in plan_stage(stale, "baseline", [], tmp_path)} == {"none"}
     with pytest.raises(ConfigError, match="the run of 'none bound=0.1 and 0.14 lr=0.002' is missing"):
