@@ -79,6 +79,9 @@ class PeerSettings:
     def __contains__(self, key: str) -> bool:
         return key in self._settings
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._settings)
+
     def number(self, key: str) -> float:
         """Return a setting as a number; it may be written as text.
 
@@ -138,6 +141,7 @@ class Peer:
     base_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     constructors: tuple[str, ...] = ()  # Python classes whose keyword arguments are settings
     presets: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=dict)
+    former_names: Mapping[str, str] = field(default_factory=dict)  # what took the place of settings of older versions
 
     def full_name(self, key: str) -> str | None:
         """Return the full name of a setting; None if the system has no such setting.
@@ -173,7 +177,7 @@ class Peer:
         """
         return tuple(
             f"{section}.{name}" if section else name
-            for section, names in _unrelated_tables()[self.name].items()
+            for section, names in _tables("unrelated_settings")[self.name].items()
             for name in names.split()
         )
 
@@ -222,9 +226,23 @@ class Peer:
         return {key: nested(value) if isinstance(value, dict) else value for key, value in grouped.items()}
 
 
+def settings_of(peer: str) -> dict[str, Any]:
+    """Return the arguments of :class:`Peer` that ``peers/peer_settings.toml`` has for a peer."""
+    table = _tables("peer_settings")[peer]
+    return {
+        "defaults": {
+            f"{section}.{name}" if section else name: None if value == "null" else value
+            for section, settings in table["defaults"].items()
+            for name, value in settings.items()
+        },
+        "outside_loss_fn": {name: place for place, names in table["outside_loss_fn"].items() for name in names.split()},
+        "former_names": table.get("former_names", {}),
+    }
+
+
 @functools.cache
-def _unrelated_tables() -> dict[str, dict[str, str]]:
-    return tomllib.loads((Path(__file__).parent / "peers" / "unrelated_settings.toml").read_text(encoding="utf-8"))
+def _tables(name: str) -> dict[str, Any]:
+    return tomllib.loads((Path(__file__).parent / "peers" / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def _covers(pattern: str, key: str) -> bool:

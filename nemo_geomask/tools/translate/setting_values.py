@@ -31,6 +31,7 @@ class ExpansionBudget:
         "words": ("nodes", "there are more than {} words, each variable replaced"),
         "items": ("nodes", "the values of settings hold more than {} items"),
         "files": ("files", "more than {} files are sourced"),
+        "steps": ("total_characters", "there are more than {} steps to follow in the code"),
     }
     """By what is counted: the limit, and the words of its error. Items of YAML are its commas and line breaks."""
 
@@ -39,7 +40,7 @@ class ExpansionBudget:
         self.limits = current_limits()
         self._counts = Counter[str]()
 
-    def add(self, kind: Literal["characters", "words", "items", "files"], count: int) -> None:
+    def add(self, kind: Literal["characters", "words", "items", "files", "steps"], count: int) -> None:
         """Add to a count."""
         self._counts[kind] += count
         name, excess = self._LIMITS[kind]

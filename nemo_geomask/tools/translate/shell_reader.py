@@ -72,9 +72,33 @@ def program_runs(text: str, folder: Path | None = None, source: object = "the sc
     return script.runs
 
 
+def docstring_run(docstring: str) -> ProgramRun:
+    """Return the command in the docstring of a Python file, which says how to run it; of several, none is certain."""
+    runs = [run for run in program_runs(_commands_of(docstring)) if run.program.endswith(".py")]
+    if len(runs) != 1:
+        return ProgramRun("", {}, ("the command line, from which its settings come",))
+    return replace(runs[0], is_from_docstring=True)
+
+
 def line_settings(text: str) -> dict[str, Any]:
     """Return all settings in a script or on a command line, whatever program they belong to."""
     return {name: value for run in program_runs(text) for name, value in run.settings.items()}
+
+
+def _commands_of(docstring: str) -> str:
+    """Return the lines of a docstring that start or continue a command."""
+    kept, continues = [], False
+    for line in docstring.splitlines():
+        if (
+            continues
+            or line.split(" ")[0].split("=")[0] in ("python", "python3", "accelerate", "trl", "torchrun", "uv")
+            or (line[:1].isupper() and "=" in line.split(" ")[0])
+        ):
+            kept.append(line)
+            continues = line.endswith("\\")
+        else:
+            continues = False
+    return "\n".join(kept)
 
 
 class _Script:

@@ -169,7 +169,7 @@ def _unread_places(
             added = line_settings(f"program.py {branch[1]}") if branch else {}
             if added and all(system.is_unrelated(key) or key in system.outside_loss_fn for key in added):
                 continue
-            yield f"{word}: the file does not contain these words, which may be settings; write them out"
+            yield f"{word}: may set more than the file shows; write its settings out"
     names = {key: settings.pop(key) for key in list(settings) if key.rpartition(".")[2] in system.config_options}
     for key, value in names.items():
         for entry in value if isinstance(value, list) else [value]:

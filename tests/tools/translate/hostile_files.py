@@ -107,11 +107,17 @@ MALFORMED: dict[str, File] = {
     "a file that sources /dev/zero": ("f.sh", lambda path: _linked_source(path, "/dev/zero")),
     "a program alone": ("f.sh", 'python -c \'open("executed", "w")\''),
     "a notebook without cells": ("f.ipynb", '{"cells": [{"cell_type": "code"}]}'),
-    "a spread of itself": ("f.py", "GRPOConfig(**GRPOConfig)"),
 }
 """Files without settings that can be read: exit status 2."""
 
 STRANGE: dict[str, File] = {
+    "a spread of itself": ("f.py", "GRPOConfig(**GRPOConfig)"),
+    "Python, functions that call each other": (
+        "f.py",
+        "def f():\n f()\n g()\ndef g():\n f()\n g()\nGRPOConfig(beta=0.1)",
+    ),
+    "Python, a dict in itself": ("f.py", "a = {}\na['a'] = a\nb = {**a}\nGRPOConfig(beta=a, **a)"),
+    "Python, a number that doubles": ("f.py", "a = 2\n" + "a = a * a\n" * 5000 + "GRPOConfig(beta=a)"),
     "Python, a parser called 10,000 times": (
         "f.py",
         '"""\npython x.py --beta 0.1\n"""\n' + "TrlParser(GRPOConfig)\n" * 10_000,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from nemo_geomask.tools.translate.peer_table import (
     Assign,
@@ -11,34 +10,12 @@ from nemo_geomask.tools.translate.peer_table import (
     Peer,
     PeerSettings,
     Remark,
+    settings_of,
     weight_settings,
     without_counterpart,
 )
 
 _R = "actor.rejection_sampling."
-_DEFAULTS: dict[str, Any] = {
-    "actor.eps_clip": 0.2,
-    "actor.eps_clip_higher": None,
-    "actor.c_clip": None,
-    "actor.importance_sampling_level": "token",
-    "actor.use_sapo_loss": False,
-    "actor.sapo_tau_pos": 1.0,
-    "actor.sapo_tau_neg": 1.05,
-    "actor.use_cispo_loss": False,
-    "actor.use_decoupled_loss": False,
-    "actor.recompute_logprob": False,
-    "actor.prox_logp_method": "recompute",
-    "actor.m2_threshold": None,
-    "actor.megatron.moe_z_loss_coeff": None,
-    "actor.kl_ctl": 0.1,
-    "actor.kl_estimator": "k1",
-    _R + "level": "token",
-    _R + "action": "mask",
-    _R + "metric": "ratio",
-    _R + "agg": "mean",
-    _R + "upper": 5.0,
-    _R + "lower": None,
-}
 _KEYS = ("level", "action", "metric", "agg", "upper", "lower")
 _POOLED = {"mean": "sequence_mean", "sum": "sequence", "max": "sequence_max"}
 
@@ -142,40 +119,8 @@ PEER = Peer(
     name="areal",
     title="AReaL's actor",
     source="areal-project/AReaL at cbff54d64",
-    defaults=_DEFAULTS,
     convert=_convert,
-    outside_loss_fn={
-        "gconfig.n_samples": "grpo.num_generations_per_prompt",
-        "gconfig.temperature": "policy.generation.temperature",
-        "gconfig.top_p": "policy.generation.top_p",
-        "gconfig.top_k": "policy.generation.top_k",
-        "rollout.max_head_offpolicyness": "grpo.async_grpo.max_trajectory_age_steps",
-        "actor.temperature": "policy.generation.temperature",
-        "actor.ppo_n_minibatches": "policy.train_global_batch_size below the rollout batch",
-        **dict.fromkeys(
-            (
-                "actor.reward_scaling",
-                "actor.reward_bias",
-                "actor.reward_clip",
-                "actor.reward_norm",
-                "actor.reward_norm.mean_level",
-                "actor.reward_norm.std_level",
-                "actor.reward_norm.group_size",
-            ),
-            "grpo.reward_scaling and grpo.adv_estimator",
-        ),
-        **dict.fromkeys(
-            (
-                "actor.adv_norm",
-                "actor.adv_norm.mean_level",
-                "actor.adv_norm.std_level",
-                "actor.adv_norm.group_size",
-                "actor.discount",
-                "actor.gae_lambda",
-            ),
-            "grpo.adv_estimator",
-        ),
-    },
+    **settings_of("areal"),
     sections=("actor.rejection_sampling",),
     marks=(
         "actor.use_decoupled_loss",

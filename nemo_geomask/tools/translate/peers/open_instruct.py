@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nemo_geomask.tools.translate.peer_table import (
     NO_BOUND,
     Assign,
@@ -11,26 +9,9 @@ from nemo_geomask.tools.translate.peer_table import (
     Peer,
     PeerSettings,
     Remark,
+    settings_of,
     weight_settings,
 )
-
-_DEFAULTS: dict[str, Any] = {
-    "loss_fn": "dapo",
-    "clip_lower": 0.2,
-    "clip_higher": 0.272,
-    "beta": 0.05,
-    "kl_estimator": 2,
-    "load_ref_policy": True,
-    "loss_denominator": "token",
-    "use_vllm_logprobs": False,
-    "use_rho_correction": True,
-    "rho_clamp_lower_bound": 0.0,
-    "rho_clamp_upper_bound": 2.0,
-    "rho_mask_lower_bound": 0.0,
-    "rho_mask_upper_bound": 0.0,
-    "rho_mask_sequence_level": False,
-    "rho_mask_tv_divergence": False,
-}
 
 
 def _convert(settings: PeerSettings) -> Conversion:
@@ -84,20 +65,8 @@ PEER = Peer(
     name="open_instruct",
     title="open-instruct's GRPO arguments",
     source="allenai/open-instruct at e6c3044aa",
-    defaults=_DEFAULTS,
     convert=_convert,
-    outside_loss_fn={
-        "num_samples_per_prompt_rollout": "grpo.num_generations_per_prompt",
-        "temperature": "policy.generation.temperature",
-        "vllm_top_p": "policy.generation.top_p",
-        "async_steps": "grpo.async_grpo.max_trajectory_age_steps",
-        "num_mini_batches": "policy.train_global_batch_size below the rollout batch",
-        "mask_truncated_completions": "grpo.overlong_filtering",
-        "active_sampling": "grpo.use_dynamic_sampling",
-        "filter_zero_std_samples": "grpo.use_dynamic_sampling",
-        "no_resampling_pass_rate": "grpo.use_dynamic_sampling",
-        "advantage_normalization_type": "grpo.normalize_rewards",
-    },
+    **settings_of("open_instruct"),
     constructors=("GRPOExperimentConfig",),
     marks=("num_samples_per_prompt_rollout", "clip_higher", "clip_lower", "rho_*", "use_vllm_logprobs", "kl_estimator"),
     programs={"open_instruct/grpo_fast.py": {}, "GRPOExperimentConfig": {}},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nemo_geomask.tools.translate.peer_table import (
     Assign,
     Conversion,
@@ -11,25 +9,12 @@ from nemo_geomask.tools.translate.peer_table import (
     PeerSettings,
     Remark,
     convert_value,
+    settings_of,
     weight_settings,
     without_counterpart,
 )
 
 _IS, _KL = "algo.advantage.is_correction_", "algo.kl."
-_DEFAULTS: dict[str, Any] = {
-    "actor.policy_loss_type": "ppo",
-    "actor.eps_clip": 0.2,
-    "actor.eps_clip_low_high": None,
-    "actor.dual_clip": None,
-    "actor.entropy_coef": None,
-    "actor.token_level_loss": True,
-    _IS + "enable": False,
-    _IS + "threshold": [0.5, 5.0],
-    _IS + "type": "tis",
-    _KL + "init_coef": 0.01,
-    _KL + "use_loss": False,
-    _KL + "estimator": "k1",
-}
 
 
 def _convert(settings: PeerSettings) -> Conversion:
@@ -80,17 +65,8 @@ PEER = Peer(
     name="openrlhf",
     title="OpenRLHF's arguments",
     source="OpenRLHF/OpenRLHF at 3c3be6234",
-    defaults=_DEFAULTS,
     convert=_convert,
-    outside_loss_fn={
-        "rollout.n_samples_per_prompt": "grpo.num_generations_per_prompt",
-        "rollout.temperature": "policy.generation.temperature",
-        "rollout.top_p": "policy.generation.top_p",
-        "train.max_epochs": "there is always one pass over a batch",
-        "algo.advantage.estimator": "grpo.adv_estimator",
-        "algo.dynamic_filtering_enable": "grpo.use_dynamic_sampling",
-        "algo.dynamic_filtering_range": "grpo.use_dynamic_sampling",
-    },
+    **settings_of("openrlhf"),
     marks=("algo.advantage.*", "algo.kl.*", "actor.policy_loss_type", "actor.eps_clip_low_high", "vllm.num_engines"),
     programs={"openrlhf.cli.train_ppo_ray": {}},
     other_programs=("openrlhf.cli.train_*", "openrlhf.cli.serve_rm"),

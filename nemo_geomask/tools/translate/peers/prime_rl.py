@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_geomask.tools.translate.peer_table import Assign, Conversion, Peer, PeerSettings, Remark, without_counterpart
+from nemo_geomask.tools.translate.peer_table import (
+    Assign,
+    Conversion,
+    Peer,
+    PeerSettings,
+    Remark,
+    settings_of,
+    without_counterpart,
+)
 
 _LOSS = "trainer.loss."
 _ALGO = "orchestrator.algo.type"
@@ -64,27 +72,10 @@ PEER = Peer(
     name="prime_rl",
     title="prime-rl's trainer.loss",
     source="PrimeIntellect-ai/prime-rl at 559b44772",
-    defaults={
-        _ALGO: "grpo",
-        "orchestrator.train.source": None,
-        _LOSS + "type": "default",
-        _LOSS + "import_path": None,
-        _LOSS + "ipo_threshold": 0.1,
-        _LOSS + "dppo_mask_low": 0.2,
-        _LOSS + "dppo_mask_high": 0.2,
-        _LOSS + "adv_tau": 1.0,
-        _LOSS + "kl_tau": 1e-3,
-    },
     convert=_convert,
+    **settings_of("prime_rl"),
     sections=("trainer.loss", "orchestrator.algo"),
     marks=("orchestrator.*", "trainer.loss.*", "inference.vllm.*", "trainer.model.*", "trainer.optim.*", "loss.dppo_*"),
     programs={"rl": {}},
     config_options=("@",),
-    outside_loss_fn={
-        "orchestrator.batch_size": "grpo.num_prompts_per_step, times the group size",
-        "orchestrator.group_size": "grpo.num_generations_per_prompt",
-        "orchestrator.max_off_policy_steps": "grpo.async_grpo.max_trajectory_age_steps",
-        "orchestrator.train.filter_zero_advantages": "grpo.use_dynamic_sampling",
-        "orchestrator.train.sampling.temperature": "policy.generation.temperature",
-    },
 )

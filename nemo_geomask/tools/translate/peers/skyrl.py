@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nemo_geomask.tools.translate.peer_table import (
     NO_BOUND,
     Assign,
@@ -12,6 +10,7 @@ from nemo_geomask.tools.translate.peer_table import (
     PeerSettings,
     Remark,
     convert_value,
+    settings_of,
     weight_settings,
     without_counterpart,
 )
@@ -19,42 +18,6 @@ from nemo_geomask.tools.translate.peer_table import (
 _A = "trainer.algorithm."
 _O = _A + "off_policy_correction."
 _M = "trainer.policy.megatron_config."
-_DEFAULTS: dict[str, Any] = {
-    _A + "policy_loss_type": "regular",
-    _A + "loss_reduction": "token_mean",
-    _A + "max_seq_len": None,
-    _A + "eps_clip_low": 0.2,
-    _A + "eps_clip_high": 0.2,
-    _A + "clip_ratio_c": 3.0,
-    _A + "use_kl_loss": True,
-    _A + "kl_loss_coef": 0.001,
-    _A + "kl_estimator_type": "k3",
-    _A + "use_kl_in_reward": False,
-    _A + "use_entropy_loss": False,
-    "trainer.override_entrypoint": None,
-    "trainer.update_ref_every_epoch": False,
-    _M + "moe_aux_loss_coeff": 0.0,
-    _A + "sapo.tau_pos": 1.0,
-    _A + "sapo.tau_neg": 1.05,
-    _A + "cispo.cispo_eps_clip_low": 1.0,
-    _A + "cispo.cispo_eps_clip_high": 4.0,
-    _A + "cispo.cispo_anchor": "old",
-    _A + "dppo.dppo_type": "binary_tv",
-    _A + "dppo.delta_low": 0.2,
-    _A + "dppo.delta_high": 0.2,
-    _O + "tis_ratio_type": None,
-    _O + "token_tis_ratio_clip_high": 2.0,
-    _O + "sequence_tis_ratio_clip_high": 5.0,
-    _O + "sequence_mask_metric": None,
-    _O + "geo_mask_low": 0.99,
-    _O + "geo_mask_high": 1.01,
-    _O + "product_mask_low": 0.5,
-    _O + "product_mask_high": 2.0,
-    _O + "outlier_token_is_threshold_low": None,
-    _O + "outlier_token_is_threshold_high": None,
-    _O + "token_mask_is_threshold_low": None,
-    _O + "token_mask_is_threshold_high": None,
-}
 
 
 def _convert(settings: PeerSettings) -> Conversion:
@@ -213,32 +176,8 @@ PEER = Peer(
     name="skyrl",
     title="SkyRL's trainer.algorithm",
     source="NovaSky-AI/SkyRL at a9564572e",
-    defaults=_DEFAULTS,
     convert=_convert,
-    outside_loss_fn={
-        _A + "advantage_estimator": "grpo.adv_estimator",
-        _A + "grpo_norm_by_std": "grpo.normalize_rewards",
-        _A + "overlong_buffer_len": "grpo.reward_shaping.overlong_buffer_length",
-        _A + "overlong_buffer_penalty_factor": "grpo.reward_shaping.overlong_buffer_penalty",
-        _A + "dynamic_sampling.type": "grpo.use_dynamic_sampling",
-        _A + "dynamic_sampling.max_sample_batches": "grpo.dynamic_sampling_max_gen_batches",
-        "generator.apply_overlong_filtering": "grpo.overlong_filtering",
-        "generator.n_samples_per_prompt": "grpo.num_generations_per_prompt",
-        "generator.sampling_params.temperature": "policy.generation.temperature",
-        "generator.sampling_params.top_p": "policy.generation.top_p",
-        "generator.sampling_params.top_k": "policy.generation.top_k",
-        "trainer.train_batch_size": "grpo.num_prompts_per_step",
-        "trainer.policy_mini_batch_size": "policy.train_global_batch_size, in prompts",
-        "trainer.update_epochs_per_batch": "there is always one pass over a batch",
-        "trainer.fully_async.max_staleness_steps": "grpo.async_grpo.max_trajectory_age_steps",
-        "trainer.mtp.enabled": "policy.megatron_cfg.mtp_num_layers",
-        "trainer.mtp.loss_weight": "policy.megatron_cfg.mtp_loss_scaling_factor",
-        _M + "mtp_num_layers": "policy.megatron_cfg.mtp_num_layers",
-        _M + "mtp_loss_weight": "policy.megatron_cfg.mtp_loss_scaling_factor",
-        _M + "mtp_loss_topk": "no counterpart; it acts on the draft heads alone",
-        _M + "mtp_loss_chunk_size": "no counterpart; it changes no value",
-        _M + "moe_router_load_balancing_type": "policy.megatron_cfg.moe_router_load_balancing_type",
-    },
+    **settings_of("skyrl"),
     sections=(
         "trainer.algorithm",
         "generator.step_wise_trajectories",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.tools.translate.peer_table import (
     Assign,
@@ -12,53 +10,11 @@ from nemo_geomask.tools.translate.peer_table import (
     PeerSettings,
     Remark,
     convert_value,
+    settings_of,
     weight_settings,
     without_counterpart,
 )
 
-_DEFAULTS: dict[str, Any] = {
-    "loss_type": "policy_loss",
-    "advantage_estimator": "grpo",
-    "eps_clip": 0.2,
-    "eps_clip_high": None,
-    "eps_clip_c": None,
-    "use_tis": False,
-    "tis_clip": 2.0,
-    "tis_clip_low": 0,
-    "custom_tis_function_path": None,
-    "custom_pg_loss_reducer_function_path": None,
-    "use_rollout_logprobs": False,
-    "use_opsm": False,
-    "opsm_delta": 1e-4,
-    "calculate_per_token_loss": False,
-    "entropy_coef": 0.0,
-    "moe_aux_loss_coeff": 0.0,
-    "kl_coef": 0.0,
-    "use_kl_loss": False,
-    "kl_loss_coef": 0.0,
-    "kl_loss_type": "k1",
-    "use_unbiased_kl": False,
-    # mis.yaml
-    "use_rs": False,
-    "tis_level": "token",
-    "rs_level": "token",
-    "tis_mode": "truncate",
-    "tis_lower_bound": None,
-    "tis_upper_bound": 2.0,
-    "rs_lower_bound": None,
-    "rs_upper_bound": None,
-    "rs_veto_threshold": None,
-    "tis_batch_normalize": False,
-}
-_OUTSIDE_LOSS_FN = {
-    "moe_router_load_balancing_type": "policy.megatron_cfg.moe_router_load_balancing_type",
-    "dynamic_sampling_filter_path": "grpo.use_dynamic_sampling",
-    "get_mismatch_metrics": "geomask/mismatch_… are always reported",
-    "n_samples_per_prompt": "grpo.num_generations_per_prompt",
-    "rollout_temperature": "policy.generation.temperature",
-    "rollout_top_p": "policy.generation.top_p",
-    "global_batch_size": "policy.train_global_batch_size",
-}
 _ESTIMATORS = {
     **dict.fromkeys(("grpo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"), "clipped_pg"),
     "gspo": "gspo",
@@ -191,9 +147,8 @@ PEER = Peer(
     name="slime",
     title="slime's arguments",
     source="THUDM/slime at 624b824a8",
-    defaults=_DEFAULTS,
     convert=_convert,
-    outside_loss_fn=_OUTSIDE_LOSS_FN,
+    **settings_of("slime"),
     marks=(
         "use_tis",
         "tis_clip*",

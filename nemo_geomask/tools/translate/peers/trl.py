@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nemo_geomask.tools.translate.peer_table import (
     NO_BOUND,
     Assign,
@@ -11,56 +9,11 @@ from nemo_geomask.tools.translate.peer_table import (
     Peer,
     PeerSettings,
     Remark,
+    settings_of,
     weight_settings,
     without_counterpart,
 )
 
-_DEFAULTS: dict[str, Any] = {
-    "config_class": "GRPOConfig",
-    "loss_type": "dapo",
-    "importance_sampling_level": "token",
-    "epsilon": 0.2,
-    "epsilon_high": None,
-    "delta": None,
-    "beta": 0.0,
-    "use_bias_correction_kl": False,
-    "use_vllm": False,
-    "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_mode": "sequence_mask",
-    "vllm_importance_sampling_clip_max": 3.0,
-    "vllm_importance_sampling_clip_min": None,
-    "vllm_importance_sampling_cap": None,
-    "off_policy_mask_threshold": None,
-    "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05,
-    "vespo_k_pos": 2.0,
-    "vespo_lambda_pos": 3.0,
-    "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
-    "max_completion_length": 512,
-    "top_entropy_quantile": 1.0,
-    "entropy_coef": 0.0,
-    "use_adaptive_entropy": False,
-    "router_aux_loss_coef": 0.001,
-    "use_liger_kernel": False,
-}
-_OUTSIDE_LOSS_FN = {
-    "num_generations": "grpo.num_generations_per_prompt",
-    "max_prompt_length": "data.max_input_seq_length",
-    "temperature": "policy.generation.temperature",
-    "top_p": "policy.generation.top_p",
-    "top_k": "policy.generation.top_k",
-    "learning_rate": "policy.optimizer.kwargs.lr",
-    "max_staleness": "grpo.async_grpo.max_trajectory_age_steps",
-    "scale_rewards": "grpo.normalize_rewards",
-    "mask_truncated_completions": "grpo.overlong_filtering",
-    "num_iterations": "there is always one pass over a batch",
-    "steps_per_generation": "grpo.num_prompts_per_step over policy.train_global_batch_size",
-    "generation_batch_size": "grpo.num_prompts_per_step",
-    "gradient_accumulation_steps": "policy.train_global_batch_size over policy.train_micro_batch_size",
-    "per_device_train_batch_size": "policy.train_micro_batch_size",
-    "max_grad_norm": "policy.max_grad_norm",
-}
 _MICROBATCH_MEAN = "TRL averages within each microbatch, then over microbatches; this package averages over the step."
 _SEQUENCES, _TOKENS, _DOCUMENTS = (
     (Assign("token_level_loss", False),),
@@ -146,8 +99,8 @@ def _async_grpo(settings: PeerSettings) -> Conversion:
     yield Assign("reference_policy_kl_penalty", 0.0)
     yield Remark(_MICROBATCH_MEAN)
     async_keys = ("epsilon", "epsilon_high", "max_completion_length", "router_aux_loss_coef", "config_class")
-    for key in _DEFAULTS:
-        if key in settings and key not in async_keys:
+    for key in settings:
+        if key not in async_keys:
             yield Remark(f"{key}: AsyncGRPOConfig has no such setting at this commit", (key,))
 
 
@@ -237,9 +190,8 @@ PEER = Peer(
     name="trl",
     title="TRL's GRPOConfig",
     source="huggingface/trl at f2cd57710",
-    defaults=_DEFAULTS,
     convert=_convert,
-    outside_loss_fn=_OUTSIDE_LOSS_FN,
+    **settings_of("trl"),
     constructors=("GRPOConfig", "AsyncGRPOConfig"),
     marks=(
         "use_vllm",

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from nemo_geomask.tools.translate.peer_table import Assign, Conversion, Peer, PeerSettings, Remark, without_counterpart
+from nemo_geomask.tools.translate.peer_table import (
+    Assign,
+    Conversion,
+    Peer,
+    PeerSettings,
+    Remark,
+    settings_of,
+    without_counterpart,
+)
 from nemo_geomask.tools.translate.peers.verl.correction import (
     convert_bypass_before_v1,
     convert_bypass_in_v1,
@@ -12,8 +20,6 @@ from nemo_geomask.tools.translate.peers.verl.correction import (
 from nemo_geomask.tools.translate.peers.verl.loss_settings import LOSS_MODES, convert_kl, convert_normalization
 from nemo_geomask.tools.translate.peers.verl.settings import (
     ACTOR,
-    DEFAULTS,
-    OUTSIDE_LOSS_FN,
     PRESETS,
     PROGRAM,
     RC,
@@ -81,9 +87,8 @@ PEER = Peer(
     name="verl",
     title="verl's rollout correction and actor",
     source="verl-project/verl at 1dda039b9",
-    defaults=DEFAULTS,
     convert=_convert,
-    outside_loss_fn=OUTSIDE_LOSS_FN,
+    **settings_of("verl"),
     sections=("rollout_correction", "policy_loss"),
     constructors=("RolloutCorrectionConfig",),
     presets=PRESETS,

@@ -1,0 +1,143 @@
+"""Objects of a Python program that is followed and not executed: what is known of their parts, and what hides them."""
+
+from __future__ import annotations
+
+import ast
+from collections import ChainMap
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from nemo_geomask.tools.translate.setting_values import UNRESOLVED, ExpansionBudget
+from nemo_geomask.tools.translate.shell_reader import ProgramRun
+
+DELETED = object()
+"""What is stored in place of a value by ``del``."""
+
+
+class Bound(NamedTuple):
+    """Value of a variable or a part, the branches in which it was set, and the line."""
+
+    value: Any
+    branches: tuple[int, ...]
+    line: int
+
+
+@dataclass(eq=False)
+class Thing:
+    """Object with named parts: a configuration, a dict, a namespace, or one that the file does not contain."""
+
+    code: ast.AST  # what makes it
+    branches: tuple[int, ...] = ()  # branches in which it is made
+    kind: str = ""  # name of a configuration class, "dict", "function" or "parser"; empty for any other object
+    parts: dict[str, Bound] = field(default_factory=dict)
+    may_be: Sequence[Any] = ()  # objects that it may be; of a parser, what it returns
+    hidden_by: str = ""  # code that may have changed its parts
+    is_used: bool = False  # True after a call that may have read its parts
+    is_from_docstring: bool = False  # True for settings of a command in the docstring of the file
+
+    def hide(self, code: ast.AST) -> None:
+        """Mark the parts as changed by code that can't be followed."""
+        self.hidden_by = self.hidden_by or shown_code(code)
+
+
+def shown_code(code: ast.AST) -> str:
+    """Return code with its line, for messages."""
+    return f"{ast.unparse(code)} (line {getattr(code, 'lineno', 1)})"
+
+
+class ProgramState:
+    """Variables and objects of a program, as far as its statements have been followed.
+
+    Args:
+        constructors: names of configuration classes.
+        budget: count of what the file expands to.
+    """
+
+    def __init__(self, constructors: Sequence[str], budget: ExpansionBudget) -> None:
+        self.constructors, self.budget = constructors, budget
+        self.scope: ChainMap[str, Bound] = ChainMap({"__name__": Bound("__main__", (), 0)})
+        self.branches: tuple[int, ...] = ()
+        self.line = 0
+        self.things: list[Thing] = []  # configurations and dicts, in the order of their making
+
+    def made(self, code: ast.AST, kind: str, parts: dict[str, Bound] | None = None, hidden_by: str = "") -> Thing:
+        """Return a new configuration or dict."""
+        self.things.append(Thing(code, self.branches, kind, dict(parts or {}), hidden_by=hidden_by))
+        return self.things[-1]
+
+    def bind(self, parts: MutableMapping[str, Bound], name: str, value: Any) -> None:
+        """Set or delete a variable or a part."""
+        before = parts.get(name)
+        if before is not None and before.value is value:
+            return
+        if value is DELETED and before is not None and before.branches != self.branches:
+            value = Thing(ast.Name(name, lineno=self.line))
+        if value is DELETED:
+            parts.pop(name, None)
+        else:
+            parts[name] = Bound(value, self.branches, self.line)
+            if before is not None and isinstance(value, Thing) and value.kind in self.constructors:
+                self.supersede(before.value)
+
+    def read(self, bound: Bound) -> Any:
+        """Return the value of a variable or part, unless it was set in a branch that this code is not in."""
+        if self.branches[: len(bound.branches)] == bound.branches:
+            return bound.value
+        code = ast.Name("a value that a branch or loop sets", lineno=bound.line)
+        return Thing(code, may_be=[bound.value])
+
+    def supersede(self, thing: Any) -> None:
+        """Forget a configuration that no call has got and that another replaces."""
+        if isinstance(thing, Thing) and not thing.is_used and thing.branches == self.branches:
+            self.things = [other for other in self.things if other is not thing or thing.kind == "dict"]
+
+    def write(self, owner: Any, name: Any, value: Any, code: ast.expr) -> None:
+        """Set or delete a part of an object."""
+        if not isinstance(owner, Thing):
+            return
+        for thing in owner.may_be:
+            self.write(thing, name, Thing(code), code)
+        if isinstance(name, (Thing, list)):
+            owner.hide(code)
+        elif owner.kind != "parser":
+            # Of a configuration that was handed on, the program may have read the value before.
+            is_late = owner.is_used and owner.kind != "dict"
+            self.bind(owner.parts, str(name), Thing(code) if is_late else value)
+
+    def update(self, thing: Thing, other: Any, code: ast.expr) -> None:
+        """Set the parts that a dict has, as ``dict.update`` does."""
+        if isinstance(other, Thing) and other.kind == "dict":
+            for name, bound in other.parts.items():
+                self.bind(thing.parts, name, self.read(bound))
+            thing.hidden_by = thing.hidden_by or other.hidden_by
+        else:
+            thing.hide(code)
+
+    def part(self, owner: Any, name: Any, code: ast.expr) -> Any:
+        """Return an attribute or item of an object."""
+        if isinstance(owner, list) and type(name) is int and -len(owner) <= name < len(owner):
+            return owner[name]
+        if name == "__dict__" or not isinstance(owner, Thing):
+            return owner if isinstance(owner, Thing) else Thing(code)
+        bound = None if owner.hidden_by else owner.parts.get(str(name))
+        return Thing(code, may_be=owner.may_be) if bound is None else self.read(bound)
+
+    def program_run(self, thing: Thing) -> ProgramRun:
+        """Return a configuration or a dict as the settings of a program."""
+        self.branches = thing.branches
+        settings = {name: self.plain(self.read(bound)) for name, bound in thing.parts.items()}
+        unread = (thing.hidden_by,) if thing.hidden_by else ()
+        return ProgramRun(thing.kind, settings, unread, is_from_docstring=thing.is_from_docstring)
+
+    def plain(self, value: Any) -> Any:
+        """Return a value as settings have it; what is unknown is marked as unresolved."""
+        if isinstance(value, list):
+            return [self.plain(item) for item in value]
+        if not isinstance(value, Thing):
+            return value
+        if value.kind == "dict" and not value.hidden_by:
+            return {name: self.plain(self.read(bound)) for name, bound in value.parts.items()}
+        code = value.hidden_by or shown_code(value.code)
+        self.budget.add("characters", len(code))  # an expression may hold others that are read, too
+        return UNRESOLVED + code

@@ -1,0 +1,84 @@
+"""Python files: a setting has the value that the program gives it, or the line that hides it is named."""
+
+import pytest
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.translate import translate_files
+
+CONFIG = "a = GRPOConfig(loss_type='dapo', epsilon=0.2)\n"
+DICT = "c = {'loss_type': 'dapo', 'epsilon': 0.2}\n"
+
+FOLLOWED = {
+    "attribute": CONFIG + "a.epsilon = 0.4\nGRPOTrainer(args=a)",
+    "attribute by another name": CONFIG + "b = a\nb.epsilon = 0.4",
+    "setattr": CONFIG + "setattr(a, 'epsilon', 0.4)",
+    "vars": CONFIG + "vars(a)['epsilon'] = 0.4",
+    "replace": CONFIG + "a = dataclasses.replace(a, epsilon=0.4)",
+    "a function of the file": "def tweak(c):\n    c.epsilon = 0.4\n" + CONFIG + "tweak(a)",
+    "another configuration": CONFIG + "a = GRPOConfig(loss_type='dapo', epsilon=0.4)",
+    "in a list": CONFIG + "all = [a]\nall[0].epsilon = 0.4",
+    "of self": "class T:\n  def f(self):\n    self.a = GRPOConfig()\n  def g(self):\n    self.a.epsilon = 0.4",
+    "item": DICT + "c['epsilon'] = 0.4\nGRPOConfig(**c)",
+    "update": DICT + "c.update({'delta': None}, epsilon=0.4)\nGRPOConfig(**c)",
+    "union": DICT + "c |= {'epsilon': 0.4}\nGRPOConfig(**c)",
+    "new union": DICT + "GRPOConfig(**(c | {'epsilon': 0.4}))",
+    "of a dict in a dict": "c = {'g': {'epsilon': 0.2}}\nc['g']['epsilon'] = 0.4\nGRPOConfig(**c['g'])",
+    "changed later": "c = dict(epsilon=0.4)\nGRPOConfig(**c)\nc['epsilon'] = 0.9\nc = {'epsilon': 0.9}",
+    "variables": "low, high = 0.1, 0.3\nlow *= 4\nGRPOConfig(epsilon=low, epsilon_high=high)",
+    "attribute of an unknown object": "args = parse()\nargs.epsilon = 0.4\nGRPOConfig(epsilon=args.epsilon)",
+    "class": "class C:\n    low = 0.4\nGRPOConfig(epsilon=C.low)",
+    "another name of the class": "from trl import GRPOConfig as C\nC(epsilon=0.4)",
+    "functions": "def make(low, beta=0.0):\n    return GRPOConfig(epsilon=low, beta=beta)\n"
+    "def main():\n    make(low=0.4)\nif __name__ == '__main__':\n    main()",
+    "within a branch": "if x:\n    low = 0.4\n    a = GRPOConfig(epsilon=low)\n    a.beta = 0.0",
+}  # fmt: skip
+
+HIDDEN = {
+    "set in a branch": (CONFIG + "if x:\n    a.epsilon = 0.4", 3),
+    "deleted in a branch": (DICT + "if x:\n    c.pop('epsilon')\nGRPOConfig(**c)", 3),
+    "set when an error is handled": ("low = 0.2\ntry:\n    f()\nexcept E:\n    low = 0.4\nGRPOConfig(epsilon=low)", 5),
+    "set in a loop": ("for x in y:\n    low = 0.4\nGRPOConfig(epsilon=low)", 2),
+    "of a comprehension": ("e = 0.2\nb = [GRPOConfig(epsilon=e) for e in (0.2, 0.4)]", 2),
+    "a global variable": ("low = 0.2\ndef f():\n    global low\n    low = 0.4\nf()\nGRPOConfig(epsilon=low)", 3),
+    "set after the trainer was made": (CONFIG + "t = GRPOTrainer(args=a)\nt.args.epsilon = 0.4", 3),
+    "of each in a list": (CONFIG + "for b in [a]:\n    b.epsilon = 0.4", 3),
+    "a name that is computed": (CONFIG + "for k, v in more:\n    setattr(a, k, v)", 3),
+    "a function of another file": ("from x import tweak\n" + CONFIG + "tweak(a)", 3),
+    "a method that sets": (CONFIG + "a.set_training(0.4)", 2),
+    "code in text": (CONFIG + "exec('a.epsilon = 0.4')", 2),
+    "a mapping of another file": ("c = {'epsilon': 0.2, **more}\nGRPOConfig(**c)", 1),
+}
+
+
+def translated(text, folder):
+    file = folder / "train.py"
+    file.write_text(text)
+    return translate_files([file], "trl")
+
+
+@pytest.mark.parametrize("text", FOLLOWED.values(), ids=FOLLOWED)
+def test_assignments_are_followed_in_order(text, tmp_path):
+    translation = translated(text, tmp_path)
+    assert translation.loss_fn["ratio_clip_min"] == pytest.approx(0.4)
+    assert translation.not_expressed == ()
+
+
+@pytest.mark.parametrize("text", ["del c['delta']", "c.pop('delta')", "c['delta'] = None"])
+def test_a_setting_that_is_removed_has_no_effect(text, tmp_path):
+    file = f"c = dict(epsilon=0.4, delta=5.0)\n{text}\nGRPOConfig(**c)"
+    assert "ratio_clip_c" not in translated(file, tmp_path).loss_fn
+
+
+@pytest.mark.parametrize(("text", "line"), HIDDEN.values(), ids=HIDDEN)
+def test_what_hides_a_value_is_named_with_its_line(text, line, tmp_path):
+    try:
+        message = " ".join(translated(text, tmp_path).not_expressed)
+    except ConfigError as error:
+        message = str(error)
+    assert f"(line {line})" in message
+
+
+def test_two_values_of_a_loop_are_both_named(tmp_path):
+    text = "low = 0.2\nfor x in y:\n    GRPOConfig(epsilon=low)\n    low = 0.4"
+    with pytest.raises(ConfigError, match=r"one of 0\.2, 0\.4"):
+        translated(text, tmp_path)
