@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_geomask.config.loss_config import LossConfig
@@ -107,12 +108,25 @@ def control_overrides(facts: RecipeFacts) -> tuple[str, ...]:
     )
 
 
-def compare(ours: Mapping[int, Mapping[str, float]], theirs: Mapping[int, Mapping[str, float]]) -> Iterator[Comparison]:
-    """Compare the metrics that both runs logged, step by step."""
+Samples = Mapping[int, Sequence[Sequence[float]]]
+"""By step, token ids and the sampler's log-probs of the trained tokens, one after another."""
+
+
+def compare(
+    ours: Mapping[int, Mapping[str, float]],
+    theirs: Mapping[int, Mapping[str, float]],
+    samples: tuple[Samples, Samples] = ({}, {}),
+) -> Iterator[Comparison]:
+    """Compare the metrics that both runs logged, step by step.
+
+    Args:
+        samples: what each run sampled; empty where it is not known. Steps are alike only as long as it is the same.
+    """
     alike = True
     for step in sorted(set(ours) & set(theirs)):
         our_metrics, their_metrics = ours[step], theirs[step]
         alike = alike and all(_same(our_metrics.get(name), their_metrics.get(name)) for name in _SAMPLE_METRICS)
+        alike = alike and _sampled_alike(*(side.get(step, ()) for side in samples))
         for name in _COMPARED:
             if name in our_metrics and name in their_metrics:
                 yield Comparison(step, name, our_metrics[name], their_metrics[name], alike)
@@ -120,3 +134,11 @@ def compare(ours: Mapping[int, Mapping[str, float]], theirs: Mapping[int, Mappin
 
 def _same(a: float | None, b: float | None) -> bool:
     return a == b if a is None or b is None else math.isclose(a, b, rel_tol=1e-6)
+
+
+def _sampled_alike(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> bool:
+    """Return True if tokens are the same and the sampler's log-probs are within :data:`TOLERANCE`, or not known."""
+    if not (ours and theirs):
+        return True
+    close = functools.partial(math.isclose, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return all(len(a) == len(b) and all(map(close, a, b)) for a, b in zip(ours, theirs, strict=True))

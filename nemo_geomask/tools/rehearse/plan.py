@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.check import Layout, RecipeFacts, layout_keys, layout_of, trained_sections
+from nemo_geomask.tools.rehearse.batch_sizes import batch_sizes, learning_rate, rollouts_of, sequence_length
 from nemo_geomask.tools.rehearse.refusals import model_refusals, recipe_refusals
 from nemo_geomask.tools.rehearse.setting_changes import (
     Change,
@@ -25,13 +25,6 @@ TEACHER = Path("teacher", "model")
 RECORDS = "records"
 """Name of the folder of records, in a rehearsal's folder."""
 
-_PROMPTS = 4
-_GENERATIONS = 4
-_MICRO_BATCH = 2
-_PACKED = 3
-"""Least number of sequences of a packed row: with one, nothing of packing would be rehearsed."""
-_LENGTH = 32
-_RESPONSE = 16
 _ENVIRONMENT = "nemo_geomask_rehearsal"
 
 
@@ -71,6 +64,7 @@ def plan(
     resume: bool = False,
     validate: bool = False,
     record: bool = False,
+    control: bool = False,
 ) -> Plan:
     """Plan the rehearsal of a recipe.
 
@@ -82,6 +76,7 @@ def plan(
         has_fp8_cache: vLLM has kernels for an fp8 KV cache on this machine's processor.
         resume: save and keep a checkpoint of the step before the last.
         record: record every step, so that the run can be diagnosed.
+        control: the run is compared with NeMo-RL's own loss: weights move enough for clip and KL to act.
 
     Raises:
         ConfigError: the recipe can't be rehearsed, or its model's architecture is not known.
@@ -94,12 +89,12 @@ def plan(
     model = tiny_model(str(facts.get("policy.model_name", "")), layout, recipe=facts.recipe.path)
     if not gpus and (problems := tuple(model_refusals(facts, model.model_type))):
         raise ConfigError(*problems)
-    size = _sequence_length(facts, layout, own_environment)
-    batch = _batch_sizes(facts, layout, size)
+    length = sequence_length(facts, layout, own_environment)
     changes = [
         *_model_and_data(facts, folder, own_environment, validate),
         *_shorten_training(facts, steps, resume, validate),
-        *batch,
+        *batch_sizes(facts, layout, length, is_control=control),
+        *(learning_rate(facts) if control else ()),
         *_parallel_sizes(facts, layout, full, gpus),
         *_teacher(facts, folder),
         *_redirect_output(facts, folder),
@@ -127,7 +122,7 @@ def plan(
         full,
         model,
         steps,
-        _rollouts(facts, layout),
+        rollouts_of(facts, layout, is_control=control),
         script,
         gpu_count,
         uses_automodel,
@@ -247,81 +242,6 @@ def _shorten_training(facts: RecipeFacts, steps: int, resume: bool, validate: bo
             yield Change(
                 "checkpointing.metric_name", None, facts.get("checkpointing.metric_name"), "there is no validation"
             )
-
-
-def _sequence_length(facts: RecipeFacts, layout: Layout, own_environment: bool) -> int:
-    """Return the longest sequence in tokens, divisible as the recipe requires."""
-    multiple = math.lcm(int(facts.number("policy.make_sequence_length_divisible_by") or 1), 2 * layout.cp * layout.tp)
-    # The recipe's own prompts are longer than the built-in three words.
-    minimum = 512 if own_environment else _LENGTH
-    return math.ceil(minimum / multiple) * multiple
-
-
-def _responses(facts: RecipeFacts) -> int:
-    """Return the number of responses to a prompt."""
-    return int(min(facts.number(f"{facts.algorithm}.num_generations_per_prompt") or _GENERATIONS, _GENERATIONS))
-
-
-def _rollouts(facts: RecipeFacts, layout: Layout) -> int:
-    """Return the number of sequences of a rollout batch.
-
-    Each rank needs a microbatch at each update, and a packed one :data:`_PACKED` sequences. In asynchronous GRPO a
-    batch holds all responses to a prompt.
-    """
-    prompts = int(min(facts.number(f"{facts.algorithm}.num_prompts_per_step") or _PROMPTS, _PROMPTS))
-    responses = _responses(facts)
-    least = _PACKED * layout.dp * (1 + _has_several_updates(facts)) if _is_packed(facts) else 0
-    while prompts * responses % layout.dp or prompts * responses < least:
-        prompts += 1
-    return prompts * responses
-
-
-def _has_several_updates(facts: RecipeFacts) -> bool:
-    return not facts.uses_single_controller and (facts.steps_per_rollout or 1) > 1
-
-
-def _is_packed(facts: RecipeFacts) -> bool:
-    return facts.is_true("policy.sequence_packing.enabled")
-
-
-def _batch_sizes(facts: RecipeFacts, layout: Layout, length: int) -> Iterator[Change]:
-    section = facts.algorithm
-    responses = _responses(facts)
-    rollouts = _rollouts(facts, layout)
-    prompts = rollouts // responses
-    # A recipe with several optimiser steps per rollout batch keeps two.
-    updates = 2 if _has_several_updates(facts) and rollouts % (2 * layout.dp) == 0 else 1
-    train = rollouts // updates
-    micro = math.gcd(int(min(facts.number("policy.train_micro_batch_size") or 1, _MICRO_BATCH)), train // layout.dp)
-    sizes: dict[str, int | None] = {
-        f"{section}.num_prompts_per_step": prompts,
-        f"{section}.num_generations_per_prompt": responses,
-        "policy.logprob_batch_size": micro,
-        "policy.generation.max_new_tokens": min(_RESPONSE, length // 2),
-        "policy.generation.vllm_cfg.max_model_len": length + _RESPONSE,
-        "data.max_input_seq_length": length,
-        f"{section}.max_val_samples": prompts if facts.get(f"{section}.max_val_samples") else None,
-        f"{section}.val_batch_size": prompts if facts.get(f"{section}.val_batch_size") else None,
-    }
-    for model in trained_sections(facts):
-        sizes[f"{model}.train_global_batch_size"] = train
-        sizes[f"{model}.train_micro_batch_size"] = micro
-        sizes[f"{model}.max_total_sequence_length"] = length
-        for name in ("dynamic_batching", "sequence_packing"):
-            if facts.get(f"{model}.{name}.train_mb_tokens") is not None:
-                tokens = length * (max(micro, _PACKED) if name == "sequence_packing" else micro)
-                sizes[f"{model}.{name}.train_mb_tokens"] = tokens
-                sizes[f"{model}.{name}.logprob_mb_tokens"] = tokens
-                sizes[f"{model}.{name}.sequence_length_round"] = 8
-    if facts.uses_single_controller:
-        sizes["async_rl.min_groups_for_streaming_train"] = prompts
-        sizes["async_rl.max_inflight_prompts"] = prompts
-    if facts.get(f"{section}.reward_shaping.max_response_length") is not None:
-        sizes[f"{section}.reward_shaping.max_response_length"] = min(_RESPONSE, length // 2)
-        sizes[f"{section}.reward_shaping.overlong_buffer_length"] = 4
-    for key, value in sizes.items():
-        if value is not None:
-            yield Change(key, value, facts.get(key))
 
 
 def _parallel_sizes(facts: RecipeFacts, layout: Layout, full: Layout, gpus: bool) -> Iterator[Change]:

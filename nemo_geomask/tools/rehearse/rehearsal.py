@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import sys
@@ -17,18 +16,23 @@ from nemo_geomask.hosts.nemo_rl import accepted_apis
 from nemo_geomask.hosts.nemo_rl.facts import has_kl_score_function
 from nemo_geomask.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
 from nemo_geomask.tools.check import Finding, RecipeFacts, check
-from nemo_geomask.tools.rehearse.control_run import Comparison, compare, control_overrides, settings_of_ours_alone
+from nemo_geomask.tools.rehearse.control_run import (
+    Comparison,
+    Samples,
+    compare,
+    control_overrides,
+    settings_of_ours_alone,
+)
 from nemo_geomask.tools.rehearse.event_log import STAGES, read_events
 from nemo_geomask.tools.rehearse.gate import RunEvidence, unmet_conditions
 from nemo_geomask.tools.rehearse.healthy_limits import has_experts, healthy_limits, update_limits
+from nemo_geomask.tools.rehearse.judgement import has_arrow, read_samples, with_records
 from nemo_geomask.tools.rehearse.launch_environment import has_automodel, launch_environment, supports_fp8_cache
-from nemo_geomask.tools.rehearse.mismatch_check import check_mismatch
 from nemo_geomask.tools.rehearse.plan import RECORDS, Plan, plan
 from nemo_geomask.tools.rehearse.refusals import errors_of
 from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult, outcome_of
 from nemo_geomask.tools.rehearse.supervision import supervised
 from nemo_geomask.tools.rehearse.tiny_models import write_prompts
-from nemo_geomask.tools.rehearse.update_check import check_update, replay_losses
 
 # Rule of `check`: after a resume, DTensor v2's reference policy is the checkpoint's and not the original model's.
 _RESET_REFERENCE = "GM209"
@@ -65,7 +69,7 @@ class Rehearsal:
         """Comparisons of the last step with the resumed one; empty if none was resumed."""
         if self.outcome is None or self.resumed is None:
             return ()
-        return tuple(compare(self.outcome.metrics, self.resumed.metrics))
+        return tuple(compare(*_of_both(self.outcome, self.resumed)))
 
     @property
     def resume_cause(self) -> Finding | None:
@@ -81,7 +85,7 @@ class Rehearsal:
         """Comparisons of the run with the control; empty without a control."""
         if self.outcome is None or self.control is None:
             return ()
-        return tuple(compare(self.outcome.metrics, self.control.metrics))
+        return tuple(compare(*_of_both(self.outcome, self.control)))
 
     @property
     def ok(self) -> bool:
@@ -93,8 +97,14 @@ class Rehearsal:
             return self.plan is not None
         runs = [self.outcome, *(run for run in (self.control, self.resumed) if run is not None)]
         trained = all(run.failure is None for run in runs)
+        if self.control is not None and not any(each.sampled_alike for each in self.comparisons):
+            return False
         comparisons = (*self.comparisons, *(() if self.resume_changes else self.resumptions))
         return trained and all(comparison.equal for comparison in comparisons if comparison.sampled_alike)
+
+
+def _of_both(first: RunResult, second: RunResult) -> tuple[Any, Any, tuple[Samples, Samples]]:
+    return first.metrics, second.metrics, (first.samples, second.samples)
 
 
 def has_gpus() -> bool:
@@ -166,7 +176,8 @@ def rehearse(
     if errors_of(report, own_environment=own_environment):
         return result
     settings = _RunSettings(
-        *(checkout, steps, ranks, own_environment, gpus, timeout, resume is not None, validate, tuple(accept)),
+        *(checkout, steps, ranks, own_environment, gpus, timeout, resume is not None, validate, control),
+        tuple(accept),
         tuple(finding.message for finding in report.findings if finding.rule.id == _EMPTY_MASK),
         progress,
     )
@@ -211,6 +222,7 @@ class _RunSettings:
     timeout: float
     resume: bool
     validate: bool
+    control: bool
     accept: tuple[str, ...]
     forecasts: tuple[str, ...]  # as in RunEvidence
     progress: Callable[[Sequence[dict[str, object]]], None]
@@ -244,6 +256,7 @@ def _make_plan(facts: RecipeFacts, folder: Path, settings: _RunSettings) -> Plan
         resume=settings.resume,
         validate=settings.validate,
         record=has_arrow(),
+        control=settings.control,
     )
     if not (settings.checkout / planned.script).is_file():
         raise ConfigError(
@@ -324,44 +337,40 @@ def _judge(
         return changed.get(key, facts.get(key))
 
     records = folder / RECORDS if any(key.startswith("loss_fn.record") for key in changed) else None
-    mismatch = update = None
-    replayed: dict[int, tuple[float, float]] = {}
     # Steps of NeMo-RL's own loss have no records; NeMo-RL logs their log-probs.
     log_file = next((folder / "logs").glob("**/train_data_step*.jsonl"), None)
     source = records or (log_file.parent if log_file is not None else None)
-    rows, rollouts = int(value_of("policy.train_global_batch_size")), planned.rollouts
-    if source is not None and has_arrow():
-        trainer, sampler = str(value_of("policy.precision")), str(value_of("policy.generation.vllm_cfg.precision"))
-        experts, temperature = has_experts(folder / "model"), facts.temperature
-        limits = healthy_limits(
-            trainer, sampler, experts=experts, temperature=temperature, fp8_cache=planned.keeps_fp8_cache
-        )
-        mismatch = check_mismatch(source, limits, is_filtered=facts.filter_key is not None)
-        if records is not None:
-            update_limit = update_limits(trainer, experts=experts, temperature=temperature)
-            update = check_update(records, update_limit, rows=rows)
-            replayed = {step: (value, size) for step, value, size in replay_losses(records, facts.config, rows=rows)}
+    rows = int(value_of("policy.train_global_batch_size"))
     evidence = RunEvidence(
         events=list(read_events(folder / "events.jsonl")),
         metrics=outcome.metrics,
         steps=steps,
         loss_name=None if facts.trains_nemo_rl_loss else facts.config.name,
         records=records,
-        mismatch=mismatch,
-        update=update,
-        updates=max(1, rollouts // rows),
-        replayed=replayed,
+        updates=max(1, planned.rollouts // rows),
         log=log,
         is_validated=settings.validate,
         forecasts=settings.forecasts,
     )
+    samples: Samples = {}
+    if source is not None and has_arrow():
+        trainer, sampler = str(value_of("policy.precision")), str(value_of("policy.generation.vllm_cfg.precision"))
+        experts, temperature = has_experts(folder / "model"), facts.temperature
+        limits = healthy_limits(
+            trainer, sampler, experts=experts, temperature=temperature, fp8_cache=planned.keeps_fp8_cache
+        )
+        evidence = with_records(
+            *(evidence, source),
+            limits=limits,
+            update_limits=update_limits(trainer, experts=experts, temperature=temperature),
+            config=facts.config,
+            rows=rows,
+            is_filtered=facts.filter_key is not None,
+        )
+        samples = read_samples(source)
     unmet = unmet_conditions(evidence) if outcome.metrics else ()
-    return outcome.judged(unmet, mismatch=mismatch, update=update, replayed=len(replayed))
-
-
-def has_arrow() -> bool:
-    """Return True if pyarrow is installed, which records and their diagnosis need."""
-    return importlib.util.find_spec("pyarrow") is not None
+    verdicts = {"mismatch": evidence.mismatch, "update": evidence.update, "replayed": len(evidence.replayed)}
+    return outcome.judged(unmet, **verdicts, samples=samples)
 
 
 def _kernel_kills() -> int:

@@ -152,6 +152,9 @@ def _loss_calls(outcome: RunResult) -> Iterator[str]:
         yield "no loss was called in the workers"
     for name, count in outcome.loss.items():
         yield f"the loss that trained, by the workers: {name}, called {count} times"
+    packed = [count for worker in outcome.workers for count in worker.get("packed", ())]
+    if packed:
+        yield f"packed rows: {sum(packed) / len(packed):.1f} sequences a row ({min(packed)} to {max(packed)})"
     for worker in outcome.workers:
         yield f"  process {worker['pid']} on {worker['host']}, {worker['python']}, nemo_geomask of {worker['file']}"
 
@@ -181,6 +184,8 @@ def _control(rehearsal: Rehearsal) -> Iterator[str]:
     for name, count in rehearsal.control.loss.items():
         yield f"control: {name}, called {count} times"
     yield from _compared(rehearsal.comparisons)
+    if failure is None and not any(each.sampled_alike for each in rehearsal.comparisons):
+        yield "the control compares nothing: the two runs sampled other tokens, or others' log-probs, from step 1 on"
 
 
 def _compared(comparisons: tuple[Comparison, ...], *, may_differ: bool = False) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from nemo_geomask.tools.rehearse.control_run import Samples
 from nemo_geomask.tools.rehearse.error_causes import MEMORY, likely_cause
 from nemo_geomask.tools.rehearse.event_log import STAGES
 from nemo_geomask.tools.rehearse.mismatch_check import Mismatch
@@ -63,6 +64,7 @@ class RunResult:
     unmet: tuple[RunFailure, ...] = ()  # conditions of :mod:`~nemo_geomask.tools.rehearse.gate` that it does not meet
     mismatch: Mismatch | None = None  # diagnosis of its records; None if it was not recorded
     update: Mismatch | None = None  # verdict on π_θ at its first updates; None if it was not recorded
+    samples: Samples = field(default_factory=dict)  # what it sampled, by step
     replayed: int = 0  # number of steps whose loss was recomputed from the record
     # comparisons of the weights of trainer and engine after refits: ``weights`` events
     weights: tuple[Mapping[str, Any], ...] = ()

@@ -28,6 +28,7 @@ import torch
 from nemo_geomask.errors import EngineError
 from nemo_geomask.hosts.nemo_rl import facts, patch
 from nemo_geomask.losses import PolicyLoss
+from nemo_geomask.segments import PackedSegments
 
 Sums = dict[str, dict[str, list[float]]]
 """By group and dtype: the sum, the sum of absolute values and the number of elements."""
@@ -223,6 +224,8 @@ def compare(sent: Mapping[str, Any], engine: Mapping[str, Any]) -> list[Differen
 
 # Number of calls in this process, by the loss's repr.
 _calls: dict[str, int] = {}
+# Sequences of each packed row that a loss of ours got in this process.
+_packed: list[int] = []
 
 
 def count_calls(actor: Any = None) -> None:
@@ -234,11 +237,13 @@ def read_counts(actor: Any = None) -> dict[str, Any]:
     """Return the counts of this process, and where it runs.
 
     Returns:
-        ``calls``: number by the loss's repr; ``refits``: number of times that it sent its weights; ``weights``: see
-        :func:`local_sums`; ``file``: path of nemo_geomask; ``pid``, ``python``, ``host``.
+        ``calls``: number by the loss's repr; ``packed``: sequences of each packed row; ``refits``: number of times that
+        it sent its weights; ``weights``: see :func:`local_sums`; ``file``: path of nemo_geomask; ``pid``, ``python``,
+        ``host``.
     """
     return {
         "calls": dict(_calls),
+        "packed": list(_packed),
         "refits": read_sent_sums()["refits"],
         "weights": local_sums(actor),
         "file": importlib.import_module("nemo_geomask").__file__,
@@ -269,6 +274,8 @@ def _count(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(self, PolicyLoss):  # under that name also a subclass, such as the one that keeps log-probs
             name = repr(self).replace(type(self).__name__, PolicyLoss.__name__, 1)
         _calls[name] = _calls.get(name, 0) + 1
+        if len(args) > 2 and isinstance(args[2], PackedSegments):
+            _packed.append(int(args[2].count))
         return original(self, *args, **kwargs)
 
     return call

@@ -105,6 +105,22 @@ def test_runs_are_compared_as_long_as_they_sampled_alike():
     assert found[4, "grad_norm"].difference == 0.0
 
 
+@pytest.mark.parametrize(
+    ("theirs", "alike"),
+    [
+        ([[5, 6], [-1.0, -2.0 + 1e-6]], True),
+        ([[5, 6], [-1.0, -2.01]], False),
+        ([[5, 7], [-1.0, -2.0]], False),
+        ([[5], [-1.0]], False),
+        ([], True),
+    ],
+)
+def test_steps_are_alike_only_if_the_samplers_log_probs_are(theirs, alike):
+    runs = {1: step(1.0), 2: step(1.0)}
+    (first, *_, last) = compare(runs, runs, ({1: [[5, 6], [-1.0, -2.0]]}, {1: theirs}))
+    assert (first.sampled_alike, last.sampled_alike) == (alike, alike)
+
+
 def test_a_nan_equals_only_another():
     (one, *_) = compare({1: step(math.nan)}, {1: step(math.nan)})
     (other, *_) = compare({1: step(math.nan)}, {1: step(1.0)})

@@ -52,8 +52,31 @@ def test_batches_and_lengths_are_small_and_divide(planned):
         assert shrunk.get("policy.max_total_sequence_length") <= 64
         assert shrunk.get("policy.generation.max_new_tokens") < shrunk.get("policy.max_total_sequence_length")
         # Literal in this recipe, so that no reference follows the length.
-        assert shrunk.get("policy.sequence_packing.train_mb_tokens") <= 64 * micro
+        assert shrunk.get("policy.sequence_packing.train_mb_tokens") <= 64 * max(micro, 3)
         assert shrunk.get("data.max_input_seq_length") <= 64
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("override", ["policy.train_micro_batch_size=1", "policy.train_global_batch_size=1024"])
+def test_a_packed_row_holds_three_sequences(planned, ranks, override):
+    layout = ["++policy.megatron_cfg.tensor_model_parallel_size=1", "cluster.num_nodes=1"]
+    made, shrunk = planned(*MEGATRON, *layout, override, ranks=ranks)
+    longest, tokens = (
+        shrunk.get(f"policy.{key}") for key in ("max_total_sequence_length", "sequence_packing.train_mb_tokens")
+    )
+    assert shrunk.get("policy.sequence_packing.logprob_mb_tokens") == tokens >= 3 * longest
+    assert shrunk.get("policy.train_global_batch_size") >= 3 * made.layout.dp
+    assert shrunk.rollout_size == made.rollouts
+
+
+def test_a_control_moves_the_policy_before_its_second_update(planned):
+    for overrides, key in (
+        ([], "policy.optimizer.kwargs.lr"),
+        ([*MEGATRON, "++policy.megatron_cfg.optimizer.lr=1e-6"], "policy.megatron_cfg.optimizer.lr"),
+    ):
+        _, shrunk = planned(*overrides, "policy.train_global_batch_size=1024", control=True)
+        assert (shrunk.get(key), shrunk.steps_per_rollout) == (3e-3, 2)
+        assert planned(*overrides)[1].get(key) == 1e-6
 
 
 def test_several_optimiser_steps_stay_several(planned):

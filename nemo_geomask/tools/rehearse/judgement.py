@@ -1,0 +1,66 @@
+"""Verdicts on a run's records, which the gate reads: of a rehearsal, and of the first steps of a real run."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+from nemo_geomask.config import LossConfig
+from nemo_geomask.errors import GeomaskError
+from nemo_geomask.tools.rehearse.control_run import Samples
+from nemo_geomask.tools.rehearse.gate import RunEvidence
+from nemo_geomask.tools.rehearse.healthy_limits import HealthyLimits
+
+
+def has_arrow() -> bool:
+    """Return True if pyarrow is installed, which records and their diagnosis need."""
+    return importlib.util.find_spec("pyarrow") is not None
+
+
+def with_records(
+    evidence: RunEvidence,
+    source: Path,
+    *,
+    limits: HealthyLimits,
+    update_limits: HealthyLimits,
+    config: LossConfig,
+    rows: int,
+    is_filtered: bool,
+) -> RunEvidence:
+    """Return the evidence with the verdicts on records.
+
+    Args:
+        source: folder of the records, or of NeMo-RL's logs, which have no π_θ.
+        limits: of the gap between trainer and sampler.
+        update_limits: of the gap between π_θ and π_old at first updates.
+        config: settings of the loss that trained.
+        rows: number of rows that an update trains on.
+        is_filtered: True if the run samples with top-p or top-k.
+    """
+    from nemo_geomask.tools.rehearse.mismatch_check import check_mismatch
+    from nemo_geomask.tools.rehearse.update_check import check_update, replay_losses
+
+    evidence = replace(evidence, mismatch=check_mismatch(source, limits, is_filtered=is_filtered))
+    if evidence.records is None:
+        return evidence
+    replayed = {step: (value, size) for step, value, size in replay_losses(source, config, rows=rows)}
+    return replace(evidence, update=check_update(source, update_limits, rows=rows), replayed=replayed)
+
+
+def read_samples(source: Path) -> Samples:
+    """Return what a run sampled, from its records or NeMo-RL's logs; empty if they can't be read."""
+    from nemo_geomask.tools.diagnose import find_run, read_step
+
+    try:
+        run = find_run(source)
+        samples = {}
+        for step in run.steps:
+            blocks = [(block.tokens, block.tokens["mask"].astype(bool)) for block in read_step(run, step)]
+            columns = ("tokens", "gen") if all("gen" in tokens for tokens, _ in blocks) else ("tokens",)
+            samples[step] = [
+                [value for tokens, mask in blocks for value in tokens[name][mask].tolist()] for name in columns
+            ]
+    except GeomaskError:
+        return {}
+    return samples
