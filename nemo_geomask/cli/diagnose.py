@@ -27,7 +27,6 @@ examples
   nemo-geomask diagnose logs/exp_001 --by entropy,advantage --by turn
   nemo-geomask diagnose logs/exp_001 --by environment
   nemo-geomask diagnose logs/l20 --against logs/h20
-  nemo-geomask diagnose logs/exp_001 --ray auto
 """
 
 
@@ -70,15 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write an HTML report of all runs side by side, which works offline; with --watch, after each new step",
     )
-    parser.add_argument("--png", type=Path, metavar="DIR", help="write the report's plots into a folder as PNGs")
-    parser.add_argument(
-        "--sweep",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="add to the report the outcome of `nemo-geomask sweep DIR --json > FILE`",
-    )
     parser.add_argument(
         "--skip-damaged",
         action="store_true",
@@ -106,13 +96,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whether the model has experts, which only records of newer versions say; expert routing is a cause if so",
     )
     add_limit_option(parser)
-    parser.add_argument(
-        "--ray",
-        nargs="?",
-        const="local",
-        metavar="ADDRESS",
-        help="read the records on a Ray cluster (auto, host:port, …); without an address, start Ray on this machine",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -127,12 +110,9 @@ def run(arguments: argparse.Namespace) -> int:
         watch_seconds=arguments.watch,
         tokenizer=arguments.tokenizer,
         html=arguments.html,
-        png=arguments.png,
-        sweeps=arguments.sweep,
         cache=arguments.cache,
         by=arguments.by,
         against=arguments.against,
-        ray_address=arguments.ray,
         has_experts={"yes": True, "no": False, None: None}[arguments.experts],
         skip_damaged=arguments.skip_damaged,
     )

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from nemo_geomask.tools.diagnose.measure.metric_guide import LABEL, Family, MetricEntry, metric_families
 from nemo_geomask.tools.diagnose.read.logged_metrics import read_logged
 from tests.helpers.markdown import markdown_table
+from tests.pages.metric_guide import LABEL, Family, MetricEntry, metric_families
 
 RANGES_FILE = Path(__file__).parents[2] / "docs" / "diagnose" / "lab-metrics.json"
 ENTRIES = [entry for family in metric_families() for entry in family.entries]

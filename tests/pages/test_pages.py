@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from nemo_geomask.tools.check import RULES
-from nemo_geomask.tools.diagnose.measure.metric_guide import metric_families
 from tests.pages.__main__ import SITE
+from tests.pages.metric_guide import metric_families
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis
     from nemo_geomask.tools.diagnose.explain.verdict import diagnose
-    from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS_BY_NAME
+    from nemo_geomask.tools.diagnose.measure.dimensions import BIN_SUMS, DIMENSIONS_BY_NAME, sum_parts
     from nemo_geomask.tools.diagnose.measure.logprob_checks import UNSURE_LOGPROB
     from nemo_geomask.tools.diagnose.measure.logprob_gap import (
         LogprobGap,
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
     from nemo_geomask.tools.diagnose.measure.run_survey import read_step, survey_run
     from nemo_geomask.tools.diagnose.measure.step_survey import survey_block, trainer_column
-    from nemo_geomask.tools.diagnose.measure.thresholds import BIN_SUMS
-    from nemo_geomask.tools.diagnose.read.logged_metrics import metric_series
     from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, find_run, find_runs
     from nemo_geomask.tools.diagnose.report.correction_sweep import padded_batch
     from nemo_geomask.tools.diagnose.report.html_report import write_report
@@ -50,11 +48,11 @@ __all__ = [
     "find_runs",
     "measure_gap",
     "measure_run",
-    "metric_series",
     "padded_batch",
     "read_step",
     "select_pairs",
     "shifted_share",
+    "sum_parts",
     "survey_block",
     "survey_run",
     "trainer_column",
@@ -62,7 +60,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "BIN_SUMS": "measure.thresholds",
+    "BIN_SUMS": "measure.dimensions",
     "DIMENSIONS_BY_NAME": "measure.dimensions",
     "LogprobGap": "measure.logprob_gap",
     "MeasuredRun": "report.measured_run",
@@ -76,11 +74,11 @@ _MODULES = {
     "find_runs": "read.record_sources",
     "measure_gap": "measure.logprob_gap",
     "measure_run": "report.measured_run",
-    "metric_series": "read.logged_metrics",
     "padded_batch": "report.correction_sweep",
     "read_step": "measure.run_survey",
     "select_pairs": "measure.logprob_gap",
     "shifted_share": "measure.logprob_gap",
+    "sum_parts": "measure.dimensions",
     "survey_block": "measure.step_survey",
     "survey_run": "measure.run_survey",
     "trainer_column": "measure.step_survey",

@@ -184,18 +184,17 @@ def print_diagnosis(curves: Sequence[RunCurves], out: Path, console: Any) -> Non
     if not recorded:
         return
     # Imported here, because the lab needs the diagnose extra only for runs that were recorded.
-    from nemo_geomask.tools.diagnose import diagnose, find_runs, metric_series, survey_run, write_report
+    from nemo_geomask.tools.diagnose import diagnose, find_runs, survey_run, write_report
 
-    diagnosed, logged_metrics = [], []
+    diagnosed = []
     try:
         for label, curve in recorded.items():
             (run,) = find_runs([Path(curve.facts["loss_fn"]["record"]["dir"])])
             diagnosis = diagnose(survey_run(run))
             diagnosed.append((run, diagnosis))
-            logged_metrics.append(metric_series(curve.history))
             console.print(f"{label}: {diagnosis.headline}", highlight=False, markup=False)
         path = out / "report.html"
-        write_report(path, diagnosed, names=list(recorded), logged=logged_metrics)
+        write_report(path, diagnosed, names=list(recorded))
         console.print(f"Diagnosis of the records: {path}", highlight=False, markup=False)
     except GeomaskError as error:
         console.print(f"No diagnosis: {error}", highlight=False, markup=False)

@@ -18,9 +18,9 @@ from nemo_geomask.tools.diagnose.explain.causes import CAUSES
 from nemo_geomask.tools.diagnose.explain.verdict import diagnose
 from nemo_geomask.tools.diagnose.measure.run_survey import survey_run
 from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS
-from nemo_geomask.tools.diagnose.planted_logs import RunShape
 from nemo_geomask.tools.diagnose.read.record_sources import find_runs
 from tests.evidence.diagnose.planted_causes import PLANTED_CAUSES, STRENGTHS, planted_run
+from tests.evidence.diagnose.planted_logs import RunShape
 from tests.helpers.markdown import markdown_table, replace_marked_text
 
 ONSET = 7

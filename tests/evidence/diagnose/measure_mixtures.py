@@ -59,7 +59,7 @@ def named_first(diagnosis: RunDiagnosis) -> tuple[str, tuple[str, ...]]:
     if not diagnosis.shown:
         return "", ()
     first = diagnosis.shown[0]
-    place = first.ranked.detection.place
+    place = first.detection.place
     for region in diagnosis.evidence.location.regions:
         if region.description == place:
             return first.cause.id, tuple(factor.id for factor in region.factors)

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nemo_geomask.tools.diagnose.planted_logs import (
+from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
+from tests.evidence.diagnose.planted_causes import PLANTED_CAUSES
+from tests.evidence.diagnose.planted_logs import (
     ROUTING_FLIP_NOISE,
     ROUTING_FLIP_SHARE,
     TOOL_TOKENS,
@@ -23,8 +25,6 @@ from nemo_geomask.tools.diagnose.planted_logs import (
     log_softmax,
     noise_at,
 )
-from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
-from tests.evidence.diagnose.planted_causes import PLANTED_CAUSES
 
 ENVIRONMENTS = ("code", "math", "search")
 

@@ -6,7 +6,8 @@ import numpy as np
 
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_survey import survey_block
-from nemo_geomask.tools.diagnose.planted_logs import (
+from nemo_geomask.tools.diagnose.read.record_reader import RecordBlock
+from tests.evidence.diagnose.planted_logs import (
     NOISE_UNIT,
     ROUTING_FLIP_NOISE,
     ROUTING_FLIP_SHARE,
@@ -17,9 +18,8 @@ from nemo_geomask.tools.diagnose.planted_logs import (
     log_softmax,
     noise_at,
 )
-from nemo_geomask.tools.diagnose.planted_logs import PLANTED_CAUSES as SHIPPED_CAUSES
-from nemo_geomask.tools.diagnose.planted_logs import planted_step as planted_effect_step
-from nemo_geomask.tools.diagnose.read.record_reader import RecordBlock
+from tests.evidence.diagnose.planted_logs import PLANTED_CAUSES as SHIPPED_CAUSES
+from tests.evidence.diagnose.planted_logs import planted_step as planted_effect_step
 
 STRENGTHS = ("weak", "middle", "strong")
 

@@ -68,7 +68,7 @@ def split_runs(
     to leave out.
 
     Returns:
-        One entry for each run and part, with a value for each recorded step (at most 128). ``count`` is the part's
+        One entry for each run and part, with a value for each recorded step. ``count`` is the part's
         number of tokens, ``tokens`` and ``mismatch`` are its shares of the step's trained tokens and of their sum of
         |Δ|. ``geomask/mismatch_abs`` is the part's mean |Δ|, ``delta`` its mean Δ, ``delta_plus_k3`` that of Δ + k3.
         ``against_expected`` is its sum of |Δ| over that of 1 − p, divided by the same of all tokens. Means are NaN if
@@ -99,20 +99,21 @@ def split_runs(
 
 def _bin_sums(records: Path, dimension: str, matched_by: str, without_token: int | None) -> list[Any]:
     """Return for each step the sums over each bin of a dimension, or of a pair of dimensions: [bins, sums]."""
-    from nemo_geomask.tools.diagnose import RunStatistics, find_run, read_step, survey_block
+    from nemo_geomask.tools.diagnose import RunStatistics, find_run, read_step, sum_parts, survey_block
 
     run = find_run(records)
-    statistics = RunStatistics()
-    pairs = [(dimension, matched_by)] if matched_by else []
-    name = f"{dimension},{matched_by}" if matched_by else dimension
+    names = [dimension, matched_by] if matched_by else [dimension]
+    sums = []
     for step in run.steps:
+        statistics = RunStatistics()
         for block in read_step(run, step):
             if without_token is not None:
                 # Tokens without a log-prob are not compared. Turns are counted from the mask, which stays as it is.
                 gen = np.where(block.tokens["tokens"] == without_token, np.nan, block.tokens["gen"])
                 block = replace(block, tokens={**block.tokens, "gen": gen})
-            statistics.add(survey_block(block, pairs))
-    return [window.bin_sums[name] for _, window in sorted(statistics.windows.items())]
+            statistics.add(survey_block(block))
+        sums.append(sum_parts(statistics.tokens, names))
+    return sums
 
 
 def _describe_parts(cells: Any, bounds: Sequence[int], *, is_matched: bool) -> list[dict[str, float]]:

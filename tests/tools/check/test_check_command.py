@@ -285,7 +285,7 @@ class TestFromARun:
     @pytest.fixture
     def logs(self, tmp_path):
         pytest.importorskip("pyarrow")
-        planted_logs = pytest.importorskip("nemo_geomask.tools.diagnose.planted_logs")
+        planted_logs = pytest.importorskip("tests.evidence.diagnose.planted_logs")
         directory = tmp_path / "run"
         directory.mkdir()
         for step in (1, 2, 3):

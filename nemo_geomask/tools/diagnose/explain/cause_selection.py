@@ -41,15 +41,32 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f}" if share >= 0.095 else f"{100 * share:.1g}"
 
 
-class RankedCause(NamedTuple):
+class ShownCause(NamedTuple):
     """A cause that the records show."""
 
     cause: Cause  # the cause
     detection: Detection  # what its detector found
     share: ExplainedShare | None  # the share of the mismatch that it accounts for; None if that can't be measured
+    since: int | None = None  # first step that shows it; None if that is the first one, or two runs are compared
+
+    @property
+    def phrase(self) -> str:
+        """The cause and where it is; of a place, the place alone."""
+        place = self.detection.place
+        if self.cause.is_place:
+            return f"concentrated in {place or self.cause.name}"
+        return f"{self.cause.name} in {place}" if place else self.cause.name
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """Advice on what to do; of a place, the likeliest causes and what tells them apart."""
+        if not self.cause.is_place:
+            return (f"to do: {self.cause.action}",)
+        likely = "; ".join(f"({number}) {text}" for number, text in enumerate(self.cause.likely, start=1))
+        return f"cause not known; likely: {likely}", f"to tell them apart: {self.cause.action}"
 
 
-def rank_causes(detections: Mapping[str, Detection], evidence: Evidence) -> list[RankedCause]:
+def rank_causes(detections: Mapping[str, Detection], evidence: Evidence) -> list[ShownCause]:
     """Return the causes that the records show, the one that accounts for most of the mismatch first.
 
     The rank is the mean of the cause's shares of k3 and of |Δ|; a cause with more than half of k3 precedes. Places have
@@ -91,7 +108,7 @@ def rank_causes(detections: Mapping[str, Detection], evidence: Evidence) -> list
             continue  # there is such noise, too, but the mismatch is something else
         elif cause.is_bug or max(share.k3.value, share.capped_abs.value) >= MIN_LISTED_SHARE:
             ranks[id_] = (share.k3.value + share.capped_abs.value) / 2 + (share.k3.value > LARGEST_PART)
-    return [RankedCause(shown[id_], detections[id_], shares[id_]) for id_ in sorted(ranks, key=lambda id_: -ranks[id_])]
+    return [ShownCause(shown[id_], detections[id_], shares[id_]) for id_ in sorted(ranks, key=lambda id_: -ranks[id_])]
 
 
 def _is_sure_of_part(share: ExplainedShare) -> bool:

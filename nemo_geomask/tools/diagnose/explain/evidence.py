@@ -13,13 +13,11 @@ import numpy as np
 from nemo_geomask.tools.diagnose.locate.location import Location, locate
 from nemo_geomask.tools.diagnose.locate.region import Region
 from nemo_geomask.tools.diagnose.locate.step_patterns import Period
-from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics, Window
+from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_sums import BOOTSTRAP_SUMS, StepSums
 from nemo_geomask.tools.diagnose.measure.token_table import REPLICATES, TokenTable, sum_with_replicates
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
-MAX_LOG_RATIO = 40.0
-"""Log-ratio at which k3 saturates, as in the losses."""
 DetectionState = Literal["shown", "explained", "ruled out", "not testable"]
 
 
@@ -47,13 +45,6 @@ class MismatchSums(NamedTuple):
         return MismatchSums(np.minimum(self.k3, other.k3), np.minimum(self.capped_abs, other.capped_abs))
 
 
-def k3_of(table: TokenTable) -> Array:
-    """Return [M], exp(Δ) − 1 − Δ of each token."""
-    log_ratio = np.clip(table.delta.astype(float), -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    values: Array = np.expm1(log_ratio) - log_ratio
-    return values
-
-
 def _estimates(sums: StepSums, name: str) -> Array:
     """Return [1 + REPLICATES], a sum and its replicates."""
     return np.concatenate([[sums[name]], sums.bootstrap[:REPLICATES, BOOTSTRAP_SUMS.index(name)]])
@@ -71,23 +62,52 @@ class Evidence:
     If the mismatch rose at some step, *after* consists of the steps from the rise on, and *before* of the earlier
     steps. If the run is compared with another run, *before* is the other run. Otherwise there is no *before*, and
     *after* is the whole run, or the part of it since an earlier rise of the mismatch ended.
-
-    Attributes:
-        before, after: the windows of both sides, for tables; ``before`` is None if no window precedes the rise.
     """
 
     statistics: RunStatistics  # statistics of the whole run
     onset: int | None  # first step of the rise; None if there was none, or the run is compared with another run
     first_step: int  # first step of *after*
     is_worse: bool  # True if the mismatch exceeds a health limit, or is significantly larger than *before*
-    tokens_before: TokenTable | None  # the tokens of *before*; None if there are none
-    before: Window | None
-    after: Window
-    sums_before: StepSums | None  # sums over *before*; None if there is nothing to compare with
-    steps_after: tuple[int, ...]  # steps of *after* that hold tokens with log-probs of both engines
-    side_names: tuple[str, str]  # names of *before* and *after* in tables
-    step_sums_before: tuple[StepSums, ...] = ()  # sums of each step of *before*
+    is_immaterial: bool = False  # True if the mismatch is too small to matter in the steps that count
+    against: RunStatistics | None = None  # statistics of the other run; None if there is none
+    against_name: str = ""
     period: Period | None = None  # the cycle in which the mismatch repeats from step to step; None if it does not
+
+    @cached_property
+    def steps_after(self) -> tuple[int, ...]:
+        """Steps of *after* that hold tokens with log-probs of both engines."""
+        steps = sorted(self.statistics.steps)
+        return tuple(step for step in steps if step >= self.first_step and self.statistics.steps[step]["tokens"] > 0)
+
+    @cached_property
+    def sums_before(self) -> StepSums | None:
+        """Sums over *before*; None if there is nothing to compare with."""
+        if self.against is not None:
+            return self.against.total()
+        onset = self.onset
+        return None if onset is None else self.statistics.total(step for step in self.statistics.steps if step < onset)
+
+    @cached_property
+    def tokens_before(self) -> TokenTable | None:
+        """The tokens of *before*; None if there are none."""
+        table = None if self.against is None else self.against.tokens
+        if self.onset is not None:
+            table = self.statistics.tokens.select_sequences(self.statistics.tokens.step < self.onset)
+        return table if table is not None and len(table) else None
+
+    @property
+    def side_names(self) -> tuple[str, str]:
+        """Names of *before* and *after* in tables."""
+        if self.against is not None:
+            return self.against_name, "this run"
+        if self.onset is not None:
+            return f"before {self.onset}", f"from {self.onset}"
+        return "", "all steps" if self.first_step == min(self.statistics.steps) else f"from {self.first_step}"
+
+    @property
+    def compares_runs(self) -> bool:
+        """True if *before* is another run."""
+        return self.against is not None
 
     @cached_property
     def tokens(self) -> TokenTable:
@@ -138,18 +158,13 @@ class Evidence:
         table, is_outside = self.tokens, self.location.outside(len(self.tokens))
         if not is_outside.any():
             is_outside = ~region.is_member
-        columns = np.stack([k3_of(table), table.one_minus_p**2, table.capped_abs, table.one_minus_p], axis=1)
+        columns = np.stack([table.k3, table.one_minus_p**2, table.capped_abs, table.one_minus_p], axis=1)
         inside, outside = (
             sum_with_replicates(table, columns * flags[:, None]) for flags in (region.is_member, is_outside)
         )
         rates = outside[:, ::2] / np.maximum(outside[:, 1::2], 1e-12)
         excess = np.maximum(inside[:, ::2] - inside[:, 1::2] * rates, 0.0)
         return MismatchSums(excess[:, 0], excess[:, 1])
-
-    @property
-    def compares_runs(self) -> bool:
-        """True if *before* is another run."""
-        return self.onset is None and self.sums_before is not None
 
 
 MIN_OUTSIDE = 0.1

@@ -13,12 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemo_geomask.tools.diagnose.explain.evidence import (
-    Detection,
-    Evidence,
-    MismatchSums,
-    k3_of,
-)
+from nemo_geomask.tools.diagnose.explain.evidence import Detection, Evidence, MismatchSums
 from nemo_geomask.tools.diagnose.measure.token_table import TokenTable, sum_with_replicates
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
@@ -111,7 +106,7 @@ class _Tail(NamedTuple):
 def _find_tail(table: TokenTable, before: TokenTable | None) -> _Tail:
     """Return the tail of the noise beyond that multiple of its median whose additional tokens hold most of k3."""
     median, earlier_median = median_noise(table), TYPICAL_NOISE.median if before is None else median_noise(before)
-    noise, mismatch = noise_of(table), np.stack([k3_of(table), table.capped_abs], axis=1)
+    noise, mismatch = noise_of(table), np.stack([table.k3, table.capped_abs], axis=1)
     tails = []
     for index, factor in enumerate(LARGE_NOISE_FACTORS):
         limit = factor * max(median, 1e-9)
@@ -191,7 +186,7 @@ def detect_precision(evidence: Evidence, threshold: float) -> Detection:
     if math.isnan(growth):
         return Detection(math.nan, "too few tokens", needs="tokens with log-probs of both engines")
     typical = noise_of(table) <= LARGE_NOISE_FACTORS[0] * median_noise(table)
-    columns = np.stack([k3_of(table) * typical, table.capped_abs * typical], axis=1)
+    columns = np.stack([table.k3 * typical, table.capped_abs * typical], axis=1)
     k3, capped_abs = sum_with_replicates(table, columns).T
     explained = MismatchSums(
         k3 * max(1 - 1 / max(growth, 1.0) ** 2, 0.0), capped_abs * max(1 - 1 / max(growth, 1.0), 0.0)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from nemo_geomask.tools.diagnose.explain.evidence import Detection, Detector, Evidence, MismatchSums, k3_of
+from nemo_geomask.tools.diagnose.explain.evidence import Detection, Detector, Evidence, MismatchSums
 from nemo_geomask.tools.diagnose.explain.noise import median_noise
 from nemo_geomask.tools.diagnose.locate.factors import FACTORS_BY_ID
 from nemo_geomask.tools.diagnose.locate.location import compare
@@ -155,7 +155,7 @@ def _compare_with_fresh(evidence: Evidence, threshold: float) -> Detection | Non
     if region is None or not region.stands_out:
         return None
     excess = 1 - _rate(table, is_fresh) / _rate(table, is_stale)
-    columns = np.stack([k3_of(table) * is_stale * excess, table.capped_abs * is_stale * excess], axis=1)
+    columns = np.stack([table.k3 * is_stale * excess, table.capped_abs * is_stale * excess], axis=1)
     return Detection(
         region.excess,
         f"stale samples have {region.lift:.1f} times the mismatch of fresh ones",

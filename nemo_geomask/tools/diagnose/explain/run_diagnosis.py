@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nemo_geomask.tools.diagnose.explain.cause_selection import RankedCause
+from nemo_geomask.tools.diagnose.explain.cause_selection import ShownCause
 from nemo_geomask.tools.diagnose.explain.causes import Cause
 from nemo_geomask.tools.diagnose.explain.evidence import Detection, Evidence
 from nemo_geomask.tools.diagnose.locate.change_points import MIN_VALUES
@@ -35,39 +35,6 @@ class MismatchRatio(NamedTuple):
     k3_times: float  # ratio of the mean k3 in units of (1 − p)²
     k3_low: float
     k3_high: float
-
-
-@dataclass(frozen=True)
-class ShownCause:
-    """A cause that the records show, with its share of the mismatch, and its onset."""
-
-    ranked: RankedCause  # the cause, its detection and its share
-    since: int | None  # first step that shows it; None if that is the first step of the run, or two runs are compared
-
-    @property
-    def cause(self) -> Cause:
-        """The cause."""
-        return self.ranked.cause
-
-    @property
-    def place(self) -> str:
-        """The tokens that have it; empty if all tokens do."""
-        return self.ranked.detection.place
-
-    @property
-    def phrase(self) -> str:
-        """The cause and where it is; of a place, the place alone."""
-        if self.cause.is_place:
-            return f"concentrated in {self.place or self.cause.name}"
-        return f"{self.cause.name} in {self.place}" if self.place else self.cause.name
-
-    @property
-    def advice(self) -> tuple[str, ...]:
-        """Advice on what to do; of a place, the likeliest causes and what tells them apart."""
-        if not self.cause.is_place:
-            return (f"to do: {self.cause.action}",)
-        likely = "; ".join(f"({number}) {text}" for number, text in enumerate(self.cause.likely, start=1))
-        return f"cause not known; likely: {likely}", f"to tell them apart: {self.cause.action}"
 
 
 @dataclass(frozen=True)
@@ -173,7 +140,7 @@ class RunDiagnosis:
         return text
 
     def _evidence_text(self, shown: ShownCause) -> str:
-        _, detection, share = shown.ranked
+        detection, share = shown.detection, shown.share
         steps = self.evidence.statistics.steps
         steps_since = sum(step >= (self.since or 0) for step in steps)
         parts = [] if share is None else [share.text]
@@ -184,7 +151,7 @@ class RunDiagnosis:
         return text
 
     def _further_text(self, shown: ShownCause) -> str:
-        parts = [] if shown.ranked.share is None else [shown.ranked.share.text]
+        parts = [] if shown.share is None else [shown.share.text]
         if shown.since != self.since and shown.since is not None:
             parts.append(f"since step {shown.since}")
         return f" ({', '.join(parts)})" if parts else ""

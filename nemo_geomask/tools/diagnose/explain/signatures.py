@@ -21,7 +21,6 @@ from nemo_geomask.tools.diagnose.explain.evidence import (
     Evidence,
     MismatchSums,
     fault_mismatch,
-    k3_of,
 )
 from nemo_geomask.tools.diagnose.measure.dimensions import SURPRISE_EDGES
 from nemo_geomask.tools.diagnose.measure.step_sums import ratio_or_nan
@@ -131,7 +130,7 @@ def _net_mismatch(table: TokenTable, is_used: Array | None = None) -> MismatchSu
         flags = bins == number
         part = table.select(flags)
         columns = np.stack(
-            [k3_of(part), size[flags], part.delta.astype(float), size[flags] ** 2, (sign * size**2)[flags]], axis=1
+            [part.k3, size[flags], part.delta.astype(float), size[flags] ** 2, (sign * size**2)[flags]], axis=1
         )
         k3, capped, delta, squares, signed = sum_with_replicates(part, columns).T
         share = np.minimum(np.abs(signed) / np.maximum(squares, 1e-30), 1.0)
@@ -169,7 +168,7 @@ def _typical(shape: Profile, values: Array, unsure: Array) -> bool:
 
 def _mean_excess_weight(table: TokenTable) -> tuple[float, float]:
     """Return the mean of exp(Δ) minus 1 over all tokens, and its standard error over sequences."""
-    sums = sum_with_replicates(table, np.stack([k3_of(table) + table.delta.astype(float), np.ones(len(table))], axis=1))
+    sums = sum_with_replicates(table, np.stack([table.k3 + table.delta.astype(float), np.ones(len(table))], axis=1))
     means = sums[:, 0] / np.maximum(sums[:, 1], 1e-12)
     return float(means[0]), float(means[1:].std())
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from nemo_geomask.errors import DataError
-from nemo_geomask.tools.diagnose.explain.cause_selection import RankedCause, rank_causes
+from nemo_geomask.tools.diagnose.explain.cause_selection import ShownCause, rank_causes
 from nemo_geomask.tools.diagnose.explain.causes import CAUSES, NOISE_CAUSES, PLACES
 from nemo_geomask.tools.diagnose.explain.evidence import Detection, Evidence
-from nemo_geomask.tools.diagnose.explain.run_diagnosis import MismatchRatio, RunDiagnosis, ShownCause
+from nemo_geomask.tools.diagnose.explain.run_diagnosis import MismatchRatio, RunDiagnosis
 from nemo_geomask.tools.diagnose.locate.change_points import MIN_NOISE, MIN_RISE, MIN_SCORE, find_change
 from nemo_geomask.tools.diagnose.locate.mismatch_history import (
     MAX_ONSET_DISTANCE,
@@ -25,8 +25,7 @@ from nemo_geomask.tools.diagnose.locate.mismatch_history import (
     floored_logarithms,
 )
 from nemo_geomask.tools.diagnose.locate.region import MIN_LIFT
-from nemo_geomask.tools.diagnose.locate.step_patterns import Period
-from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics, Window
+from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_sums import BOOTSTRAP_SUMS, StepSums
 from nemo_geomask.tools.diagnose.measure.thresholds import (
     HEALTH_LIMITS,
@@ -36,28 +35,15 @@ from nemo_geomask.tools.diagnose.measure.thresholds import (
     Health,
     Reading,
 )
-from nemo_geomask.tools.diagnose.measure.token_table import TokenTable
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
 MIN_K3_RATIO = 2.0
 """Factor by which the interval of a run's k3 must exceed the other run's for it to be worse."""
+MAX_WINDOWS = 128
+"""Largest number of groups of steps in which the onset of a part is sought."""
 _RELATIVE_CAUSES = (*PLACES, *NOISE_CAUSES, "temperature")
 """Causes that are measured in proportion to the whole mismatch, and thus show however small it is."""
 _NO_COMMON_TOKENS = "no sequence has a trained token with log-probs of both engines"
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """Statistics of a run, and what is derived from them before its causes are sought."""
-
-    statistics: RunStatistics  # statistics of the run
-    against: RunStatistics | None  # statistics of the other run, if there is one
-    name: str  # name of the other run
-    judged_steps: list[int]  # steps that hold tokens with log-probs of both engines
-    is_worse: bool  # as in :class:`Evidence`
-    is_immaterial: bool  # True if the mismatch is too small to matter in the steps that count
-    period: Period | None  # the cycle in which the mismatch repeats
-    sequences: float  # number of sequences that the verdict rests on; of two compared runs, that of the smaller one
 
 
 def diagnose(
@@ -96,23 +82,23 @@ def diagnose(
         comparison is not None and _is_above(comparison) and sequences >= MIN_SEQUENCES and not is_immaterial
     )
     period = find_cycle(statistics, steps_after) if reference is None and not is_immaterial else None
-    inputs = _Inputs(
+    undivided = Evidence(
         statistics=statistics,
-        against=against,
-        name=name,
-        judged_steps=judged_steps,
+        onset=rise,
+        first_step=first_step,
         is_worse=has_risen or health != "healthy",
         is_immaterial=is_immaterial,
+        against=against,
+        against_name=name,
         period=period,
-        sequences=sequences,
     )
-    evidence, detections, shown = _find_causes(inputs, rise, first_step)
+    evidence, detections, shown = _find_causes(undivided, sequences)
     unjudged_reason = "" if judged_steps else _explain_missing_tokens(statistics.total())
     if health == "healthy" and (has_risen or period is not None):
         health = "drifting"
     if shown:
         health = "broken" if health == "broken" or any(cause.cause.is_bug for cause in shown) else "drifting"
-        if shown[0].ranked.detection.steps:
+        if shown[0].detection.steps:
             unjudged_reason = ""
     since = shown[0].since if shown else rise
     if judged_steps and health == "healthy":
@@ -135,31 +121,33 @@ def diagnose(
     )
 
 
-def _find_causes(
-    inputs: _Inputs, rise: int | None, first_step: int
-) -> tuple[Evidence, dict[str, Detection], list[ShownCause]]:
+def _find_causes(evidence: Evidence, sequences: float) -> tuple[Evidence, dict[str, Detection], list[ShownCause]]:
     """Look for all causes; return the evidence, what the detectors found, and the causes that are shown.
 
     The run is divided into *before* and *after* at the rise of the mismatch. If the named cause began at another step,
     the run is divided at that step instead, so that the report's tables and the verdict compare the same steps.
+
+    ``sequences`` is the number that the verdict on two compared runs rests on.
     """
-    evidence, detections, shown = _detect(inputs, rise, first_step)
-    if not shown and rise is None and inputs.against is None:
-        return _find_part_that_rose(inputs, detections) or (evidence, detections, shown)
-    if not shown or inputs.against is not None or shown[0].since == rise:
+    rise = evidence.onset
+    detections, shown = _detect(evidence, sequences)
+    if evidence.compares_runs or (shown and shown[0].since == rise):
         return evidence, detections, shown
+    if not shown:
+        part = None if rise is not None else _find_part_that_rose(evidence, detections, sequences)
+        return part or (evidence, detections, shown)
     since = shown[0].since
-    begin = min(inputs.statistics.steps) if since is None else since
-    divided_evidence, divided_detections, divided_shown = _detect(inputs, since, begin)
+    begin = min(evidence.statistics.steps) if since is None else since
+    divided = replace(evidence, onset=since, first_step=begin)
+    divided_detections, divided_shown = _detect(divided, sequences)
     # Divided there, the run may show another cause most, which explains only its last steps; then the first holds.
     if [cause.cause.id for cause in divided_shown][:1] == [shown[0].cause.id]:
-        named = ShownCause(divided_shown[0].ranked, since)
-        return divided_evidence, divided_detections, [named, *divided_shown[1:]]
-    return evidence, detections, [ShownCause(shown[0].ranked, rise), *shown[1:]] if rise is not None else shown
+        return divided, divided_detections, [divided_shown[0]._replace(since=since), *divided_shown[1:]]
+    return evidence, detections, [shown[0]._replace(since=rise), *shown[1:]] if rise is not None else shown
 
 
 def _find_part_that_rose(
-    inputs: _Inputs, detections: Mapping[str, Detection]
+    evidence: Evidence, detections: Mapping[str, Detection], sequences: float
 ) -> tuple[Evidence, dict[str, Detection], list[ShownCause]] | None:
     """Judge a run from the step on at which a part of the data has become worse; None if that shows no cause.
 
@@ -168,23 +156,24 @@ def _find_part_that_rose(
     for detection in detections.values():
         if detection.is_shown or detection.part_value is None:
             continue
-        onset = _rise_of_part(detection, inputs.statistics)
-        if onset is not None and (divided := _detect(inputs, onset, onset))[2]:
-            return divided
+        onset = _rise_of_part(detection, evidence.statistics)
+        if onset is not None:
+            divided = replace(evidence, onset=onset, first_step=onset)
+            divided_detections, shown = _detect(divided, sequences)
+            if shown:
+                return divided, divided_detections, shown
     return None
 
 
-def _detect(
-    inputs: _Inputs, onset: int | None, first_step: int
-) -> tuple[Evidence, dict[str, Detection], list[ShownCause]]:
-    evidence = _gather_evidence(inputs, onset, first_step)
+def _detect(evidence: Evidence, sequences: float) -> tuple[dict[str, Detection], list[ShownCause]]:
     detections = {cause.id: cause.detect(evidence, cause.threshold) for cause in CAUSES}
-    if inputs.is_immaterial:
+    if evidence.is_immaterial:
         detections |= {id_: _rule_out_if_shown(detections[id_]) for id_ in _RELATIVE_CAUSES}
     # Bugs are reported however few sequences there are; other causes need MIN_SEQUENCES.
-    sequences = evidence.sums_after["sequences"] if inputs.against is None else inputs.sequences
+    sequences = sequences if evidence.compares_runs else evidence.sums_after["sequences"]
     judged = {cause.id: detections[cause.id] for cause in CAUSES if sequences >= MIN_SEQUENCES or cause.is_bug}
-    return evidence, detections, [ShownCause(cause, _onset(cause, evidence)) for cause in rank_causes(judged, evidence)]
+    ranked = rank_causes(judged, evidence)
+    return detections, [shown._replace(since=_onset(shown.detection, evidence)) for shown in ranked]
 
 
 def _rule_out_if_shown(detection: Detection) -> Detection:
@@ -195,9 +184,8 @@ def _rule_out_if_shown(detection: Detection) -> Detection:
     return replace(detection, description=description, is_shown=False, is_open=False, needs="", steps=())
 
 
-def _onset(ranked: RankedCause, evidence: Evidence) -> int | None:
+def _onset(detection: Detection, evidence: Evidence) -> int | None:
     """Return the first step that shows a cause; None if the first step that counts does, or two runs are compared."""
-    detection = ranked.detection
     if evidence.compares_runs:
         return None
     if detection.steps:
@@ -218,7 +206,8 @@ def _rise_of_part(detection: Detection, statistics: RunStatistics) -> int | None
     """Return the first step since which the values of ``part_value`` are higher; None if they have not risen."""
     assert detection.part_value is not None
     table, values = statistics.tokens, {}
-    starts = np.array([statistics.window_start(step) for step in table.step.tolist()], int)
+    width = math.ceil(len(statistics.steps) / MAX_WINDOWS)
+    starts = table.step // width * width
     for start in np.unique(starts[table.sequence]).tolist():
         value = detection.part_value(table.select_sequences(starts == start))
         if math.isfinite(value):
@@ -229,41 +218,6 @@ def _rise_of_part(detection: Detection, statistics: RunStatistics) -> int | None
     if detection.place and float(np.median(list(values.values())[: change.first])) > MIN_LIFT:
         return None  # it stood out before, and only more since
     return max(int(list(values)[change.first]), min(statistics.steps))
-
-
-def _gather_evidence(inputs: _Inputs, onset: int | None, first_step: int) -> Evidence:
-    """Divide the statistics into *before* and *after*; see :class:`Evidence`."""
-    statistics, against = inputs.statistics, inputs.against
-    start = statistics.window_start(first_step)
-    before = Window()
-    tokens_before: TokenTable | None = None
-    sums_before: StepSums | None = None
-    step_sums_before: tuple[StepSums, ...] = ()
-    side_names = "", "all steps" if first_step == min(statistics.steps) else f"from {first_step}"
-    if against is not None:
-        before, sums_before, tokens_before = against.merge_windows(), against.total(), against.tokens
-        step_sums_before = tuple(against.steps.values())
-        side_names = inputs.name, "this run"
-    elif onset is not None:
-        steps_before = [step for step in sorted(statistics.steps) if step < onset]
-        before, sums_before = statistics.merge_windows(end=start), statistics.total(steps_before)
-        tokens_before = statistics.tokens.select_sequences(statistics.tokens.step < onset)
-        step_sums_before = tuple(statistics.steps[step] for step in steps_before)
-        side_names = f"before {onset}", f"from {onset}"
-    return Evidence(
-        statistics=statistics,
-        onset=onset,
-        first_step=first_step,
-        is_worse=inputs.is_worse,
-        tokens_before=tokens_before if tokens_before is not None and len(tokens_before) else None,
-        before=None if before.is_empty else before,  # empty if the change is within the first window
-        after=statistics.merge_windows(start),
-        sums_before=sums_before,
-        steps_after=tuple(step for step in inputs.judged_steps if step >= first_step),
-        side_names=side_names,
-        step_sums_before=step_sums_before,
-        period=inputs.period,
-    )
 
 
 def _compare(sums: StepSums, reference: StepSums, name: str) -> MismatchRatio:

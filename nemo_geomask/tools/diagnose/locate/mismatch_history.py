@@ -75,7 +75,7 @@ def find_rise(statistics: RunStatistics, steps: list[int]) -> Rise:
     if fall is not None:
         # The rise has ended if the mismatch since the fall is no larger than before the rise.
         is_back = rise is None or _find_mismatch_change(statistics, before + after[fall.first :], measure) is None
-        remaining = _from_next_window(statistics, after[fall.first :])
+        remaining = after[fall.first :]
         if is_back and len(remaining) >= RECENT_STEPS:
             return Rise(None, remaining[0])
     return Rise(None, None) if rise is None else Rise(after[0], after[0])
@@ -84,13 +84,7 @@ def find_rise(statistics: RunStatistics, steps: list[int]) -> Rise:
 def _last_immaterial_steps(statistics: RunStatistics, steps: list[int]) -> list[int]:
     """Return the last steps in all of which the mismatch is too small to matter."""
     material = [index for index, step in enumerate(steps) if not statistics.steps[step].mean("k3") < IMMATERIAL_K3]
-    return _from_next_window(statistics, steps[material[-1] + 1 :]) if material else steps
-
-
-def _from_next_window(statistics: RunStatistics, steps: list[int]) -> list[int]:
-    """Return the steps without those whose window begins before the first of them."""
-    first = math.ceil(steps[0] / statistics.width) * statistics.width if steps else 0
-    return [step for step in steps if step >= first]
+    return steps[material[-1] + 1 :] if material else steps
 
 
 def _find_mismatch_change(

@@ -18,19 +18,14 @@ from nemo_geomask.tools.diagnose.read.record_reader import RecordBlock, read_blo
 from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, Tolerant, apply_to_record, map_records
 from nemo_geomask.tools.shared.progress_bar import track
 
-DimensionPairs = Sequence[tuple[str, str]]
-"""Names of two dimensions each, by which tokens are split together."""
-RecordMapper = Callable[[Callable[[Path], Any], Sequence[Path], Path | None], Iterator[Any]]
-"""Function that maps a function over record files, like ``map_records``; its last argument is the cache folder."""
 
-
-def survey_file(path: Path, dimension_pairs: DimensionPairs = (), limits: InputLimits | None = None) -> RunStatistics:
+def survey_file(path: Path, limits: InputLimits | None = None) -> RunStatistics:
     """Return the statistics of one record."""
     metadata = read_metadata(path)
     without_checksum = int(CHECKSUM_KEY.encode() not in metadata)
     statistics = RunStatistics(files=1, without_checksum=without_checksum, experts=_read_experts(metadata))
     for block in read_blocks(path, limits):
-        statistics.add(survey_block(block, dimension_pairs))
+        statistics.add(survey_block(block))
     return statistics
 
 
@@ -45,33 +40,22 @@ def _leave_out(path: Path, error: Exception) -> RunStatistics:
     return RunStatistics(files=1, left_out={path: str(error)})
 
 
-def survey_run(
-    run: RunFiles,
-    steps: Sequence[int] | None = None,
-    cache: Path | None = None,
-    *,
-    dimension_pairs: DimensionPairs = (),
-    mapper: RecordMapper = map_records,
-) -> RunStatistics:
+def survey_run(run: RunFiles, steps: Sequence[int] | None = None, cache: Path | None = None) -> RunStatistics:
     """Return the statistics of a run, or of some of its steps.
 
     Args:
         run: the run's files.
         steps: numbers of the steps; None: all steps.
         cache: folder for records converted from logs; None: next to the logs.
-        dimension_pairs: pairs of dimensions by which tokens are split together.
-        mapper: ``map_records``, or the result of ``ray_survey.connect_ray``, which reads on all cores of a cluster.
     """
     run.check(steps)
     statistics = RunStatistics(superseded=set(run.superseded))
     # Limits are passed on, because those in effect here are not in effect in other processes.
-    survey: Callable[[Path], Any] = partial(
-        survey_file, dimension_pairs=tuple(dimension_pairs), limits=current_limits()
-    )
+    survey: Callable[[Path], Any] = partial(survey_file, limits=current_limits())
     if run.skips_damaged:
         survey = Tolerant(survey, _leave_out)
     paths = run.paths(steps)
-    for part in track(mapper(survey, paths, cache), len(paths), "reading files"):
+    for part in track(map_records(survey, paths, cache), len(paths), "reading files"):
         statistics.add(part)
     if paths and len(statistics.left_out) == len(paths):
         first, *_ = statistics.left_out.values()

@@ -139,10 +139,6 @@ class StepSums:
     """Sums of one step, or of several steps added up.
 
     ``sums["k3"]`` reads one of them, ``sums["k3"] = 1.0`` sets it.
-
-    Attributes:
-        groups: ``capped_abs`` and ``one_minus_p`` of each prompt group, by its number, without the tokens with
-            faulty log-probs; empty for several steps.
     """
 
     sums: Array = field(default_factory=lambda: np.zeros(len(SUMS)))  # [len(SUMS)], in the order of SUMS
@@ -154,7 +150,6 @@ class StepSums:
     removed: dict[str, Array] = field(default_factory=dict)
     # smallest and largest weight version of the samples; (inf, -inf) if none was recorded
     versions: tuple[float, float] = (np.inf, -np.inf)
-    groups: dict[int, Array] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> float:
         return float(self.sums[_INDEX[name]])
@@ -192,7 +187,6 @@ class StepSums:
         self.maskable = self.maskable + other.maskable
         self.versions = min(self.versions[0], other.versions[0]), max(self.versions[1], other.versions[1])
         add_by_key(self.removed, other.removed)
-        add_by_key(self.groups, other.groups)
 
 
 def add_by_key(mine: dict[Any, Array], others: Mapping[Any, Array]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from nemo_geomask.tools.diagnose.measure.bootstrap_draws import poisson_draws
@@ -16,7 +14,6 @@ from nemo_geomask.tools.diagnose.measure.step_sums import (
     TOKEN_SUMS,
     StepSums,
 )
-from nemo_geomask.tools.diagnose.measure.token_bins import split_tokens
 from nemo_geomask.tools.diagnose.measure.token_table import limit_table, tabulate
 from nemo_geomask.tools.diagnose.measure.token_values import MAX_CAPPED_ABS, TrainedTokens, select_trained_tokens
 from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
@@ -33,11 +30,8 @@ CONTEXT_TOKENS = 8
 """Tokens that are kept before each of the worst tokens."""
 
 
-def survey_block(block: RecordBlock, dimension_pairs: Sequence[tuple[str, str]] = ()) -> RunStatistics:
-    """Compute the statistics of one block, whose sequences all belong to the same step.
-
-    Tokens are split by every dimension, and by pairs of dimensions together.
-    """
+def survey_block(block: RecordBlock) -> RunStatistics:
+    """Compute the statistics of one block, whose sequences all belong to the same step."""
     statistics = RunStatistics()
     if not len(block):
         return statistics
@@ -72,10 +66,7 @@ def survey_block(block: RecordBlock, dimension_pairs: Sequence[tuple[str, str]] 
     # Faulty log-probs would look like a mismatch of the part of the data they are in, so no part contains them.
     is_sound = ~(faults.zero | faults.positive | faults.shifted[sequence])[trained.index]
     sound = trained.select(is_sound)
-    _sum_groups(sums, sound)
-    table = tabulate(sound, mask, sequence)
-    statistics.windows[step] = split_tokens(sound, table, dimension_pairs)
-    statistics.tables = [limit_table(table)]
+    statistics.tables = [limit_table(tabulate(sound, mask, sequence))]
     statistics.worst_sequences = _worst_sequences(trained, step)
     statistics.worst_tokens = _worst_tokens(trained, step)
     return statistics
@@ -156,15 +147,6 @@ def _sum_masks(sums: StepSums, trained: TrainedTokens) -> None:
     for label, is_removed in removed.items():
         chosen = capped_abs[is_removed[trained.index]]
         sums.removed[label] = np.array([len(chosen), chosen.sum()])
-
-
-def _sum_groups(sums: StepSums, trained: TrainedTokens) -> None:
-    groups, member = np.unique(trained.block.sequences["group"], return_inverse=True)
-    columns = [
-        np.bincount(member, weights=trained.sum_per_sequence(name), minlength=len(groups))
-        for name in ("capped_abs", "one_minus_p")
-    ]
-    sums.groups = dict(zip(groups.tolist(), np.stack(columns, axis=1), strict=True))
 
 
 def _worst_sequences(trained: TrainedTokens, step: int) -> list[WorstSequence]:

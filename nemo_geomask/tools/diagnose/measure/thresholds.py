@@ -1,4 +1,4 @@
-"""Numbers of a run: those with health limits, beyond which it is drifting or broken, the others, and those of bins."""
+"""Numbers of a run: those with health limits, beyond which it is drifting or broken, and the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
-from nemo_geomask.tools.diagnose.read.record_reader import Array
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
 Health = Literal["healthy", "drifting", "broken"]
@@ -205,43 +204,3 @@ REMOVED_SHARES: tuple[tuple[Literal["tokens", "capped_abs"], str], ...] = (
     ("capped_abs", "share of the sum of |Δ| (each at most 1) that it removes"),
 )
 """Shares that a mask removes: the argument of :meth:`StepSums.removed_share`, and a definition."""
-
-
-AGAINST_EXPECTED = "against expected"
-BIN_DEFINITIONS = {
-    "tokens": "share of the trained tokens",
-    "|Δ|": "mean, each at most 1, nats",
-    AGAINST_EXPECTED: "mean |Δ| over mean 1 − p, relative to that of all tokens: 1 if it is noise on the logits",
-    "k3": "mean of exp(Δ) − 1 − Δ, nats a token",
-    "k1": "mean of −Δ, nats a token",
-    "Δ > 0": "share of the part's tokens",
-}
-"""Columns of the tables by position, length and the other dimensions, with their definitions."""
-BIN_SUMS = (
-    *("tokens", "capped_abs", "one_minus_p", "delta", "k3", "delta_positive"),
-    *("capped_abs_squared", "capped_abs_times_one_minus_p", "one_minus_p_squared"),
-)
-"""Sums over the tokens of a bin, as in ``step_sums``; then products of one sequence's sums, over sequences."""
-
-
-class BinMeasures(NamedTuple):
-    """Measures of the tokens in each bin of a dimension; NaN for a bin without tokens."""
-
-    measures: dict[str, Array]  # by the names of BIN_DEFINITIONS, [bins]
-    rate: Array  # [bins], mean |Δ| over mean 1 − p
-    error: Array  # [bins], relative standard error of the rate, over sequences
-
-
-def measure_bins(bin_sums: Array) -> BinMeasures:
-    """Return the measures of bins from their sums [bins, len(BIN_SUMS)]."""
-    tokens, capped_abs, one_minus_p, delta, k3, positive, abs_squared, product, expected_squared = bin_sums.T
-    with np.errstate(invalid="ignore", divide="ignore"):
-        rate = capped_abs / one_minus_p
-        values = (
-            *(tokens / tokens.sum(), capped_abs / tokens, rate / (capped_abs.sum() / one_minus_p.sum())),
-            *(k3 / tokens, -delta / tokens, positive / tokens),
-        )
-        # Delta method for the ratio of two sums over sequences.
-        variance = abs_squared - 2 * rate * product + np.square(rate) * expected_squared
-        error = np.sqrt(np.maximum(variance, 0.0)) / capped_abs
-    return BinMeasures(dict(zip(BIN_DEFINITIONS, values, strict=True)), rate, error)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from nemo_geomask.tools.diagnose.measure.bootstrap_draws import GOLDEN_GAMMA, mix_bits, poisson_draws, uniform_bits
-from nemo_geomask.tools.diagnose.measure.token_values import MAX_CAPPED_ABS, TrainedTokens
+from nemo_geomask.tools.diagnose.measure.token_values import MAX_CAPPED_ABS, TrainedTokens, k3
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
 MAX_TOKENS = 2**16
@@ -28,10 +28,11 @@ ALL_KEPT = 2.0**20
 REPLICATES = 50
 """Number of bootstrap replicates over sequences; they are the first ones of :class:`StepSums`."""
 
-SEQUENCE_NUMBERS = ("group", "staleness", "length", "response", "advantage")
+SEQUENCE_NUMBERS = ("group", "staleness", "reward", "length", "after_prompt", "response", "advantage")
 """Numbers recorded of a sequence; NaN where they are not.
 
-``length`` counts all its tokens, ``response`` those that train.
+``length`` counts all its tokens, ``after_prompt`` those after the prompt, ``response`` those that train;
+``advantage`` is the mean over the latter.
 """
 SEQUENCE_NAMES = ("environment", "replica")
 """Names recorded of a sequence; None where they are not."""
@@ -69,6 +70,8 @@ class TokenTable:
     token: Array  # int32 [M], its id
     gen: Array  # float32 [M], log-prob by the generation engine, nats
     delta: Array  # float32 [M], log-prob by the training engine minus gen, nats
+    advantage: Array  # float32 [M], NaN where it was not recorded
+    entropy: Array  # float32 [M], entropy of the training engine's distribution, nats; NaN where it was not recorded
     weight: Array  # float32 [M], inverse of the probability with which the token was kept
     rate: float = ALL_KEPT  # sampling rate of the table
 
@@ -94,6 +97,11 @@ class TokenTable:
     def capped_abs(self) -> Array:
         """min(|Δ|, 1) of each token: its mismatch."""
         return np.minimum(np.abs(self.delta), np.float32(MAX_CAPPED_ABS)).astype(float)
+
+    @property
+    def k3(self) -> Array:
+        """exp(Δ) − 1 − Δ of each token, nats."""
+        return k3(self.delta.astype(float))
 
     @property
     def one_minus_p(self) -> Array:
@@ -136,7 +144,7 @@ _TOKEN_COLUMNS: dict[str, Any] = {
     **dict.fromkeys(("sequence", "position", "from_end", "turn"), np.int32),
     "begins_turn": np.bool_,
     "token": np.int32,
-    **dict.fromkeys(("gen", "delta", "weight"), np.float32),
+    **dict.fromkeys(("gen", "delta", "advantage", "entropy", "weight"), np.float32),
 }
 
 
@@ -158,6 +166,8 @@ def tabulate(trained: TrainedTokens, mask: Array, owner: Array) -> TokenTable:
     numbers = {name: trained.column(name) for name in SEQUENCE_NUMBERS}
     trained_tokens = np.bincount(owner[mask], minlength=len(block)).astype(float)
     numbers |= {"advantage": advantages, "response": trained_tokens}
+    numbers["after_prompt"] = numbers["length"] - prompt_length
+    not_recorded = np.full(len(mask), np.nan, np.float32)
     unknown = np.full(len(block), None, dtype=object)
     ids = block.tokens.get("tokens")
     return TokenTable(
@@ -175,6 +185,8 @@ def tabulate(trained: TrainedTokens, mask: Array, owner: Array) -> TokenTable:
         token=np.zeros(len(index), np.int32) if ids is None else ids[index].astype(np.int32),
         gen=trained.gen.astype(np.float32),
         delta=(trained.prev - trained.gen).astype(np.float32),
+        advantage=block.tokens.get("advantages", not_recorded)[index].astype(np.float32),
+        entropy=block.tokens.get("entropy", not_recorded)[index].astype(np.float32),
         weight=np.ones(len(index), np.float32),
     )
 

@@ -18,6 +18,13 @@ MAX_SURPRISE = 20.0
 """Value, in nats, at which ``surprise`` is clipped."""
 
 
+def k3(delta: Array) -> Array:
+    """Return exp(Δ) − 1 − Δ of log-ratios Δ, nats; they saturate at ``MAX_LOG_RATIO``."""
+    log_ratio = np.clip(delta, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    values: Array = np.expm1(log_ratio) - log_ratio
+    return values
+
+
 @dataclass(frozen=True)
 class TrainedTokens:
     """The M tokens of one block that enter the loss and have finite log-probs of both engines."""
@@ -68,8 +75,8 @@ def select_trained_tokens(block: RecordBlock, index: Array, sequence: Array, gen
         "abs_delta": np.abs(delta),
         "capped_abs": capped_abs,
         "delta": delta,
-        "k3": np.expm1(log_ratio) - log_ratio,
-        "k3_reverse": np.expm1(-log_ratio) + log_ratio,
+        "k3": k3(delta),
+        "k3_reverse": k3(-delta),
         "prob_error": np.maximum(ratio, inverse_ratio),
         "weight": ratio,
         "weight_squared": ratio * ratio,

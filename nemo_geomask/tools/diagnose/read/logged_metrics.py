@@ -1,8 +1,8 @@
 """Metrics that a run logged.
 
-They are read from TensorBoard's event files (NeMo-RL's ``logger.tensorboard_enabled``), from ``metrics.jsonl`` (a JSON
-object for each step; in verl's the metrics are its ``data``) or from the lab's table. NeMo-RL's prefix ``train/`` is
-removed, so that a metric has the same name in all three.
+They are read from TensorBoard's event files (NeMo-RL's ``logger.tensorboard_enabled``) or from ``metrics.jsonl`` (an
+object for each step; in verl's the metrics are its ``data``). NeMo-RL's prefix ``train/`` is removed, so that a metric
+has the same name in both.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from nemo_geomask.errors import DataError, InputLimitError, MissingDependencyError
+from nemo_geomask.errors import DataError, MissingDependencyError
 from nemo_geomask.recipe.input_limits import current_limits, limit_error
-from nemo_geomask.records.record_schema import require_arrow
 from nemo_geomask.tools.diagnose.read.json_lines import open_log, read_json_lines
 
 MetricSeries = dict[str, dict[int, float]]
@@ -39,8 +37,7 @@ def read_logged(folder: Path) -> MetricSeries:
     event files, but ``tensorboard`` is not installed.
     """
     jsonl = folder / "metrics.jsonl"
-    lab_table = folder.parent / "steps" / f"{folder.name}.parquet"
-    entries = _read_jsonl(jsonl) if jsonl.is_file() else _read_table(lab_table) if lab_table.is_file() else []
+    entries = _read_jsonl(jsonl) if jsonl.is_file() else []
     event_files = sorted(folder.rglob(_EVENT_FILES), key=lambda path: (_modified(path), path))
     # TensorBoard writes hyperparameters into folders below the run's; these folders are not runs of their own.
     parents = {path.parent for path in event_files}
@@ -60,15 +57,6 @@ def _modified(path: Path) -> float:
         return path.stat().st_mtime
     except OSError as error:
         raise DataError(f"{path}: can't be read: {error.strerror or error}") from None
-
-
-def metric_series(history: Iterable[Mapping[str, float]]) -> MetricSeries:
-    """Return the series of metrics from one mapping per step, the first of which is step 1."""
-    series: MetricSeries = {}
-    for step, metrics in enumerate(history, 1):
-        for name, value in metrics.items():
-            series.setdefault(name, {})[step] = float(value)
-    return series
 
 
 def _read_jsonl(path: Path) -> _Entries:
@@ -104,32 +92,6 @@ def _check_size(path: Path) -> None:
         size = os.fstat(file.fileno()).st_size
     if size > limits.metrics_bytes:
         raise limit_error("metrics_bytes", path, limits, size)
-
-
-def _read_table(path: Path) -> _Entries:
-    _check_size(path)
-    arrow, parquet = require_arrow(), require_arrow("pyarrow.parquet")
-    try:
-        with parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            if not arrow.types.is_integer(schema.field("step").type):
-                raise ValueError(f"its steps are of type {schema.field('step').type}")
-            names = [field.name for field in schema if arrow.types.is_floating(field.type)]
-            _check_count(file.metadata.num_rows * (1 + len(names)), path)
-            table = file.read(columns=["step", *names])
-        if table["step"].null_count:
-            raise ValueError("it has rows without a step")
-        columns = table.to_pydict()
-    except InputLimitError:
-        raise
-    except (arrow.ArrowException, OSError, KeyError, ValueError, MemoryError) as error:
-        raise DataError(f"{path}: not the lab's table of steps: {str(error)[:200]}") from None
-    return [
-        (step, name, value)
-        for name in names
-        for step, value in zip(columns["step"], columns[name], strict=True)
-        if value is not None
-    ]
 
 
 def _read_events(path: Path) -> _Entries:

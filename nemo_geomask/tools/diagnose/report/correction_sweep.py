@@ -45,9 +45,6 @@ DEFINITIONS = {
 _SUMS = ("n", "zero", "|c-ρ||g|", "ρ|g|", "(cg)²", "g²", "c", "c²", "cA", "A")
 """Columns of :attr:`CandidateOutcome.sums`: sums over tokens, from which the measures are computed."""
 
-WITHOUT_GRADIENT = ("removed", "ess", "advantage")
-"""Measures that tokens without a gradient have as well; the others weight tokens by their gradient."""
-
 _MEASURES: dict[str, Callable[[Mapping[str, Array]], Array]] = {
     "removed": lambda sums: sums["zero"] / sums["n"],
     "bias": lambda sums: sums["|c-ρ||g|"] / sums["ρ|g|"],
@@ -55,9 +52,6 @@ _MEASURES: dict[str, Callable[[Mapping[str, Array]], Array]] = {
     "ess": lambda sums: np.where(sums["c²"] == 0, 0.0, sums["c"] ** 2 / (sums["n"] * sums["c²"])),
     "advantage": lambda sums: np.where(sums["c"] == 0, np.nan, sums["cA"] / sums["c"]) - sums["A"] / sums["n"],
 }
-
-SMALL_ADVANTAGE = 1e-4
-"""Advantage that stands for 0, so that a token without a gradient has a coefficient."""
 
 _COLUMNS = ("mask", "gen", "prev", "curr", "ref", "advantages")
 """Recorded columns that a replayed batch contains, where they were recorded."""
@@ -130,22 +124,14 @@ def replay(
         reference, _, _ = _gradient(losses[0], presteps[0], matched, curr)
         is_masked_in = (batch[TOKEN_MASK] != 0) & (batch["sample_mask"] != 0)[:, None]
         is_trained = (is_masked_in & torch.isfinite(batch[PREV_LOGPROBS] - batch[GENERATION_LOGPROBS]))[:, 1:]
-        is_silent = is_trained & (reference == 0)
+        silent_tokens = int((is_trained & (reference == 0)).sum())
         for loss, prestep, outcome in zip(losses, presteps, outcomes, strict=True):
             gradient, outcome.metrics[step], trains = _gradient(loss, prestep, batch, curr)
             if not trains:
                 outcome.skipped.append(step)
                 continue
             outcome.add_step(step, batch, reference, gradient)
-            if is_silent.any():
-                pairs = [
-                    (
-                        _gradient(losses[0], presteps[0], _with_advantage(matched, value), curr)[0],
-                        _gradient(loss, prestep, _with_advantage(batch, value), curr)[0],
-                    )
-                    for value in (SMALL_ADVANTAGE, -SMALL_ADVANTAGE)
-                ]
-                outcome.add_silent_tokens(step, is_silent, pairs)
+            outcome.silent_tokens += silent_tokens
     return outcomes
 
 
@@ -189,11 +175,6 @@ def _gradient(
     return gradient, {**metrics.copy(), **decision.metrics}, True
 
 
-def _with_advantage(batch: Mapping[str, Tensor], value: float) -> dict[str, Tensor]:
-    """Return the batch with another advantage where it is 0."""
-    return {**batch, "advantages": batch["advantages"].masked_fill(batch["advantages"] == 0, value)}
-
-
 @dataclass
 class CandidateOutcome:
     """Effect of one candidate, summed over the replayed steps."""
@@ -205,8 +186,7 @@ class CandidateOutcome:
     removed: Array = field(default_factory=lambda: np.zeros(len(PARTS)))
     # [1 + REPLICATES, len(_SUMS)], row 0 over all sequences, the other rows over the bootstrap's samples
     sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, len(_SUMS))))
-    # the same sums over the trained tokens without a gradient, which are in no other sum: their advantage is 0
-    silent_sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, len(_SUMS))))
+    silent_tokens: int = 0  # number of trained tokens without a gradient, which the measures leave out
     skipped: list[int] = field(default_factory=list)  # steps that the candidate's batch veto would have skipped
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)  # by step, the metrics that the loss reported
 
@@ -218,15 +198,6 @@ class CandidateOutcome:
         """Return the confidence interval of a measure over sequences; NaN for both ends if no step was trained on."""
         replicates = _measure(measure, self.sums)[1:]
         return percentile_interval(replicates[np.isfinite(replicates)])
-
-    def value_of_all(self, measure: str) -> float:
-        """Return a measure of :data:`WITHOUT_GRADIENT` over all trained tokens, with those without a gradient."""
-        return float(_measure(measure, self.sums + self.silent_sums)[0])
-
-    @property
-    def silent_tokens(self) -> int:
-        """Number of trained tokens without a gradient, which the measures leave out."""
-        return round(float(self.silent_sums[0, _SUMS.index("n")]))
 
     def removed_share(self, part: str) -> float:
         """Return the share of a part's tokens that has the coefficient 0; NaN if the part has no token."""
@@ -262,20 +233,6 @@ class CandidateOutcome:
             "A": advantage,
         }
         self.sums += _sums_and_replicates(step, sequence, len(lengths), columns)
-
-    def add_silent_tokens(self, step: int, is_silent: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Add a step's trained tokens without a gradient, which a bool [B, T-1] marks.
-
-        ``pairs`` are the reference gradient and the candidate's for a small positive and a small negative advantage. A
-        mask that depends on the sign of the advantage removes a token under one of them only, and keeps it at 0.
-        """
-        coefficients = np.stack(
-            [(gradient[is_silent].double() / reference[is_silent].double()).numpy() for reference, gradient in pairs]
-        )
-        c = np.nan_to_num(coefficients[np.abs(coefficients).argmax(axis=0), np.arange(coefficients.shape[1])])
-        sequence = torch.nonzero(is_silent)[:, 0].numpy()
-        columns = {"n": np.ones_like(c), "zero": (c == 0).astype(float), "c": c, "c²": c * c}
-        self.silent_sums += _sums_and_replicates(step, sequence, len(is_silent), columns)
 
 
 def _measure(measure: str, sums: Array) -> Array:

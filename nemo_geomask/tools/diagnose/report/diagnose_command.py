@@ -13,13 +13,10 @@ from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis
 from nemo_geomask.tools.diagnose.explain.verdict import diagnose
 from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS_BY_NAME, ENVIRONMENT
-from nemo_geomask.tools.diagnose.measure.ray_survey import connect_ray
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.run_survey import survey_run
-from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, find_run, map_records
-from nemo_geomask.tools.diagnose.report.figure_data import diagnosis_figures
-from nemo_geomask.tools.diagnose.report.figure_rendering import write_pngs
-from nemo_geomask.tools.diagnose.report.html_report import short_names, write_report
+from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, find_run
+from nemo_geomask.tools.diagnose.report.html_report import write_report
 from nemo_geomask.tools.diagnose.report.json_formats import DiagnoseOutput, LogVerdictJson
 from nemo_geomask.tools.diagnose.report.json_report import diagnosis_json
 from nemo_geomask.tools.diagnose.report.report_tables import STEP, Decode, diagnosis_tables, print_tables
@@ -30,7 +27,6 @@ from nemo_geomask.tools.diagnose.report.run_verdicts import (
     find_recorded_runs,
     judge_runs,
 )
-from nemo_geomask.tools.diagnose.report.sweep_section import read_sweep
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, to_json
 from nemo_geomask.tools.shared.terminal_text import escape_line
 
@@ -46,12 +42,9 @@ class DiagnoseOptions:
     watch_seconds: float | None = None
     tokenizer: str | None = None
     html: Path | None = None
-    png: Path | None = None
-    sweeps: Sequence[Path] = ()
     cache: Path | None = None
     by: Sequence[str] | None = None
     against: Path | None = None
-    ray_address: str | None = None
     has_experts: bool | None = None
     skip_damaged: bool = False
 
@@ -59,11 +52,6 @@ class DiagnoseOptions:
     def splits(self) -> list[tuple[str, ...]] | None:
         """Dimensions, or pairs of them, of each table that is asked for; None: all tables."""
         return None if self.by is None else [_parse_split(text) for text in self.by]
-
-    @property
-    def dimension_pairs(self) -> list[tuple[str, str]]:
-        """Pairs of dimensions among the splits, by which the survey has to split tokens together."""
-        return [(names[0], names[1]) for names in self.splits or () if len(names) == 2]
 
     @cached_property
     def decode(self) -> Decode | None:
@@ -79,13 +67,9 @@ def run_diagnose(options: DiagnoseOptions) -> OverallHealth:
         DataError: nothing in the folders can be judged, or no run has the data of a split.
         MissingDependencyError: an optional package is missing.
     """
-    if options.sweeps and options.html is None:
-        raise ConfigError("--sweep adds a sweep to the HTML report; name the report's file by --html FILE")
-    for path in options.sweeps:
-        read_sweep(path)  # fails here rather than after a long survey, as do the next two
-    splits, _ = options.splits, options.decode
+    splits, _ = options.splits, options.decode  # an error of theirs comes before a long survey
     if options.watch_seconds is not None:
-        incompatible = {"--by": options.by, "--against": options.against, "--ray": options.ray_address}
+        incompatible = {"--by": options.by, "--against": options.against}
         if names := [name for name, value in incompatible.items() if value is not None]:
             raise ConfigError(f"--watch can't be combined with {', '.join(names)}; leave out --watch or the others")
         return _watch(options, options.watch_seconds)
@@ -122,10 +106,8 @@ def _watch(options: DiagnoseOptions, seconds: float) -> OverallHealth:
 
 
 def _find_and_judge(options: DiagnoseOptions) -> RunVerdicts:
-    mapper = map_records if options.ray_address is None else connect_ray(options.ray_address)
-
     def survey(run: RunFiles, steps: Sequence[int] | None = None) -> RunStatistics:
-        statistics = survey_run(run, steps, options.cache, dimension_pairs=options.dimension_pairs, mapper=mapper)
+        statistics = survey_run(run, steps, options.cache)
         if not statistics.steps:
             raise DataError(f"{run.directory}: the records hold no sequence")
         if options.has_experts is not None:
@@ -221,29 +203,23 @@ def _print_verdicts(verdicts: RunVerdicts, options: DiagnoseOptions) -> None:
 
 
 def _write_files(verdicts: RunVerdicts, options: DiagnoseOptions) -> None:
-    """Write the report and the PNGs that the options request, and print their paths to standard error.
+    """Write the report if the options request one, and print its path to standard error.
 
     Raises:
-        DataError: no run has records to show, or a file cannot be written.
-        MissingDependencyError: plotly, Jinja or matplotlib is missing.
+        DataError: no run has records to show, or the file cannot be written.
+        MissingDependencyError: plotly or Jinja is missing.
     """
-    if not verdicts.judged and (options.html is not None or options.png is not None):
-        raise DataError("--html and --png show records, and none of these folders has any")
-    if options.html is not None:
-        write_report(
-            options.html,
-            verdicts.judged,
-            fallbacks={
-                str(folder): (verdict.health, verdict.sentence(folder))
-                for folder, verdict in verdicts.fallbacks.items()
-            },
-            sweeps=[read_sweep(path) for path in options.sweeps],
-            decode=options.decode,
-            dimension_pairs=options.dimension_pairs,
-            cache=options.cache,
-        )
-        print(f"report: {options.html}", file=sys.stderr)
-    if options.png is not None:
-        names = short_names([run.files.directory for run in verdicts.judged])
-        paths = write_pngs(diagnosis_figures([run.diagnosis for run in verdicts.judged]), names, options.png)
-        print(f"{len(paths)} plots: {options.png}", file=sys.stderr)
+    if options.html is None:
+        return
+    if not verdicts.judged:
+        raise DataError("--html shows records, and none of these folders has any")
+    write_report(
+        options.html,
+        verdicts.judged,
+        fallbacks={
+            str(folder): (verdict.health, verdict.sentence(folder)) for folder, verdict in verdicts.fallbacks.items()
+        },
+        decode=options.decode,
+        cache=options.cache,
+    )
+    print(f"report: {options.html}", file=sys.stderr)

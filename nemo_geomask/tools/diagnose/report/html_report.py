@@ -17,27 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import nemo_geomask
-from nemo_geomask.errors import DataError, GeomaskError
+from nemo_geomask.errors import DataError
 from nemo_geomask.optional import require
 from nemo_geomask.tools.diagnose.explain.causes import CAUSES
 from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis, causes_by_need
-from nemo_geomask.tools.diagnose.measure.thresholds import BIN_DEFINITIONS
-from nemo_geomask.tools.diagnose.read.logged_metrics import MetricSeries, read_logged
+from nemo_geomask.tools.diagnose.measure.dimensions import BIN_DEFINITIONS
 from nemo_geomask.tools.diagnose.read.record_sources import RunFiles
 from nemo_geomask.tools.diagnose.report.excerpts import MISMATCH_GRADES, Excerpt, worst_excerpts
-from nemo_geomask.tools.diagnose.report.figure_data import (
-    Figure,
-    diagnosis_figures,
-    group_mismatches,
-    metric_figures,
-)
-from nemo_geomask.tools.diagnose.report.figure_rendering import plotly_figure, run_colour
-from nemo_geomask.tools.diagnose.report.json_formats import SweepJson
-from nemo_geomask.tools.diagnose.report.page_tables import PageTable, merge_tables
-from nemo_geomask.tools.diagnose.report.report_tables import STEP, Decode, Table, diagnosis_tables
-from nemo_geomask.tools.diagnose.report.sweep_section import build_sweep_section
+from nemo_geomask.tools.diagnose.report.figures import Figure, diagnosis_figures, plotly_figure, run_colour
+from nemo_geomask.tools.diagnose.report.report_tables import Decode, Table, diagnosis_tables
 from nemo_geomask.tools.shared.atomic_write import write_atomically
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
+from nemo_geomask.tools.shared.terminal_tables import format_cell
 
 
 @dataclass(frozen=True)
@@ -48,7 +39,6 @@ class ReportedRun:
     directory: str
     diagnosis: RunDiagnosis
     excerpts: Sequence[Excerpt] = ()
-    logged: MetricSeries = field(default_factory=dict)
 
 
 def short_names(directories: Sequence[Path]) -> list[str]:
@@ -71,14 +61,8 @@ class _PageSection:
     title: str
     intro: str = ""
     figures: list[Figure] = field(default_factory=list)
-    tables: list[PageTable] = field(default_factory=list)
-    definitions: Mapping[str, str] = field(default_factory=dict)
+    tables: list[tuple[int, Table]] = field(default_factory=list)  # index of the run, and its table
     is_folded: bool = False
-
-    @property
-    def views(self) -> list[str]:
-        """Names of the figures' views, between which the reader chooses."""
-        return list(dict.fromkeys(name for figure in self.figures for name in figure.views if name))
 
 
 _SECTIONS = {
@@ -92,55 +76,46 @@ _SECTIONS = {
     "more": ("More numbers by step", ""),
     "parts": ("By position, length, probability, …", "Which tokens have the mismatch."),
     "masks": ("Tokens that the masks removed", "As decided by each mask when the batch was recorded."),
-    "logged": ("Metrics that the run logged", "From metrics.jsonl or TensorBoard's files."),
     "worst": ("Worst sequences and tokens", ""),
 }
 """Title and introduction of each section, by its id, in the order of the page."""
 
 _SECTION_OF_TABLE = {
     **{key: key for key in ("numbers", "causes", "steps")},
-    **dict.fromkeys(("changes", "circle"), "steps"),
+    "changes": "steps",
     **dict.fromkeys(("worst_sequences", "worst_tokens"), "worst"),
 }
 """Section of each table, by the table's key; the tables by dimension, which are not listed, are in ``parts``."""
 
-_MAX_GROUPS = 8
-"""Number of rows in the table of prompt groups."""
+_TEXT_COLUMNS = ("definition", "which is")
+"""Titles of columns that hold sentences."""
 
 
-def _group_table(run: RunDiagnosis) -> Table:
-    rows: list[tuple[Any, ...]] = [
-        (step, *group) for step in run.evidence.steps_after for group in group_mismatches(run, step)
-    ]
-    rows.sort(key=lambda row: -row[-1])
-    definitions = {
-        "share": "of the sum of |Δ| (each at most 1) in its step",
-        "times the others": "mean |Δ| over mean 1 − p, divided by the same of the step's other groups",
-    }
-    title = "Prompt groups with the largest mismatch"
-    return Table("groups", title, ("step", "group", "share", "times the others"), rows[:_MAX_GROUPS], definitions)
+def _column_class(table: Table, index: int) -> str:
+    """Return the CSS class of a column: ``text`` for sentences, ``short`` for names, ``number`` for numbers."""
+    if table.columns[index] in _TEXT_COLUMNS:
+        return "text"
+    return "short" if any(isinstance(row[index], str) and row[index] for row in table.rows) else "number"
 
 
-def _build_sections(
-    runs: Sequence[ReportedRun], decode: Decode | None, dimension_pairs: Sequence[tuple[str, ...]]
-) -> list[_PageSection]:
+def _build_sections(runs: Sequence[ReportedRun], decode: Decode | None) -> list[_PageSection]:
     """Return the sections that have a figure or a table."""
     sections = {
         key: _PageSection(key, title, intro, is_folded=key == "more") for key, (title, intro) in _SECTIONS.items()
     }
-    sections["parts"] = replace(sections["parts"], definitions=BIN_DEFINITIONS)
-    for figure in [*diagnosis_figures([run.diagnosis for run in runs]), *metric_figures([run.logged for run in runs])]:
+    for figure in diagnosis_figures([run.diagnosis for run in runs]):
         sections[figure.section].figures.append(figure)
     tables_by_key: dict[str, list[tuple[int, Table]]] = {}
     for index, run in enumerate(runs):
-        tables = {table.key: table for table in [*diagnosis_tables(run.diagnosis, decode), _group_table(run.diagnosis)]}
-        for table in diagnosis_tables(run.diagnosis, None, [(STEP,), *dimension_pairs]):
-            tables.setdefault(table.key, table)  # the table of steps above, which is shorter, stays
-        for table in tables.values():
-            if table.rows:
-                tables_by_key.setdefault(table.key, []).append((index, table))
-    for key, indexed_tables in tables_by_key.items():
-        sections[_SECTION_OF_TABLE.get(key, "parts")].tables.extend(merge_tables(indexed_tables))
+        for table in diagnosis_tables(run.diagnosis, decode):
+            tables_by_key.setdefault(table.key, []).append((index, table))
+    for key, tables in tables_by_key.items():
+        # The definitions are the same for all runs and stand below the last table; those of dimensions, at the top.
+        *first, (last_index, last) = tables
+        section = sections[_SECTION_OF_TABLE.get(key, "parts")]
+        shown = last if section.id != "parts" else replace(last, definitions={})
+        section.tables.extend((index, replace(table, definitions={})) for index, table in first)
+        section.tables.append((last_index, shown))
     return [section for section in sections.values() if section.figures or section.tables]
 
 
@@ -149,39 +124,28 @@ def write_report(
     runs: Sequence[tuple[RunFiles, RunDiagnosis]],
     *,
     fallbacks: Mapping[str, tuple[str, str]] | None = None,
-    sweeps: Sequence[SweepJson] = (),
     decode: Decode | None = None,
-    dimension_pairs: Sequence[tuple[str, ...]] = (),
     cache: Path | None = None,
     names: Sequence[str] | None = None,
-    logged: Sequence[MetricSeries] | None = None,
 ) -> None:
-    """Write the report on one or more runs, with excerpts of their worst sequences and their logged metrics.
+    """Write the report on one or more runs, with excerpts of their worst sequences.
 
     Args:
         path: the HTML file; it appears complete or not at all.
         runs: files and diagnosis of at least one run; several are shown side by side.
         fallbacks: health and verdict of each folder without records, by the folder.
-        sweeps: from :func:`~nemo_geomask.tools.diagnose.report.sweep_section.read_sweep`.
-        decode, dimension_pairs, cache: as for the survey and the tables.
+        decode, cache: as for the survey and the tables.
         names: names of the runs; None: the parts of their paths that differ.
-        logged: metrics of each run; None: those in its folder.
 
-    Raises: MissingDependencyError: plotly or Jinja is missing. DataError: the file can't be written, or a sweep is of
-    another run.
+    Raises: MissingDependencyError: plotly or Jinja is missing. DataError: the file can't be written.
     """
-    names = names or short_names([files.directory for files, _ in runs])
-    fallbacks = dict(fallbacks or {})
-    reported = []
-    for index, (name, (files, diagnosis)) in enumerate(zip(names, runs, strict=True)):
-        series: MetricSeries = {}
-        try:
-            series = read_logged(files.directory) if logged is None else logged[index]
-        except GeomaskError as error:
-            fallbacks[str(files.directory)] = ("unknown", f"the run's logged metrics are not shown: {error}")
-        excerpts = worst_excerpts(files, diagnosis, decode, cache)
-        reported.append(ReportedRun(name, str(files.directory), diagnosis, excerpts, series))
-    write_page(path, reported, fallbacks=fallbacks, sweeps=sweeps, decode=decode, dimension_pairs=dimension_pairs)
+    reported = [
+        ReportedRun(name, str(files.directory), diagnosis, worst_excerpts(files, diagnosis, decode, cache))
+        for name, (files, diagnosis) in zip(
+            names or short_names([files.directory for files, _ in runs]), runs, strict=True
+        )
+    ]
+    write_page(path, reported, fallbacks=fallbacks, decode=decode)
 
 
 _REQUIREMENT = ("a report needs", "diagnose")
@@ -192,16 +156,11 @@ def write_page(
     runs: Sequence[ReportedRun],
     *,
     fallbacks: Mapping[str, tuple[str, str]] | None = None,
-    sweeps: Sequence[SweepJson] = (),
     decode: Decode | None = None,
-    dimension_pairs: Sequence[tuple[str, ...]] = (),
 ) -> None:
     """Write the page of runs whose excerpts and metrics have been read; otherwise like :func:`write_report`."""
-    sections = _build_sections(runs, decode, dimension_pairs)
-    directories = [run.directory for run in runs]
-    sweep_sections = [build_sweep_section(number, sweep, directories) for number, sweep in enumerate(sweeps)]
+    sections = _build_sections(runs, decode)
     figures = [figure for section in sections for figure in section.figures]
-    figures += [section.figure for section in sweep_sections]
     names = [run.name for run in runs]
     plotly_script = require("plotly.offline", *_REQUIREMENT).get_plotlyjs().replace("\r", "")
     page_script = _read_page_file("page.js")
@@ -212,10 +171,12 @@ def write_page(
         style=_read_page_file("page.css"),
         plotly_script=plotly_script,
         page_script=page_script,
+        bin_definitions=BIN_DEFINITIONS,
         runs=[_run_context(index, run) for index, run in enumerate(runs)],
         fallbacks=dict(fallbacks or {}),
         sections=sections,
-        sweeps=sweep_sections,
+        format_cell=format_cell,
+        column_class=_column_class,
         grades=MISMATCH_GRADES,
         figures={figure.key: plotly_figure(figure, names) for figure in figures},
     )

@@ -107,7 +107,6 @@ class CandidateJson(TypedDict):
     variance: MeasureJson
     ess: MeasureJson
     advantage: MeasureJson
-    of_all_trained_tokens: dict[str, Number]
     removed_of: dict[str, Number]
     skipped: list[int]
     metrics: Any

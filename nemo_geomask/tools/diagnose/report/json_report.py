@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from nemo_geomask.tools.diagnose.explain.cause_selection import ExplainedShare
+from nemo_geomask.tools.diagnose.explain.cause_selection import ExplainedShare, ShownCause
 from nemo_geomask.tools.diagnose.explain.causes import CAUSES
-from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis, ShownCause
+from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis
 from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS
 from nemo_geomask.tools.diagnose.report.json_formats import CauseJson, DiagnosisJson, LevelJson, NamedCauseJson
 from nemo_geomask.tools.diagnose.report.report_tables import Decode, diagnosis_tables
@@ -36,7 +36,7 @@ def diagnosis_json(
                 "state": detection.state,
                 "needs": detection.needs,
                 "detectable_share": detection.detectable_share,
-                "share": None if tested.id not in shown else _share_json(shown[tested.id].ranked.share),
+                "share": None if tested.id not in shown else _share_json(shown[tested.id].share),
                 "since": shown[tested.id].since if tested.id in shown else None,
                 "says": detection.description,
                 "steps": list(detection.steps),
@@ -83,7 +83,7 @@ def _cause_json(shown: ShownCause) -> NamedCauseJson:
         "name": cause.name,
         "action": cause.action,
         "is_known": not cause.is_place,
-        "place": shown.place,
+        "place": shown.detection.place,
         "likely": list(cause.likely),
     }
 

@@ -12,19 +12,22 @@ import numpy as np
 from nemo_geomask.tools.diagnose.explain.causes import CAUSES
 from nemo_geomask.tools.diagnose.explain.evidence import Evidence
 from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis
-from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS_BY_NAME, ENVIRONMENT
-from nemo_geomask.tools.diagnose.measure.feedback import SHOWN_SCORE, mismatch_feedback, summarize_feedback
-from nemo_geomask.tools.diagnose.measure.run_statistics import MAX_ENVIRONMENTS
-from nemo_geomask.tools.diagnose.measure.step_sums import ratio_or_nan
-from nemo_geomask.tools.diagnose.measure.thresholds import (
+from nemo_geomask.tools.diagnose.measure.dimensions import (
     AGAINST_EXPECTED,
     BIN_DEFINITIONS,
+    DIMENSIONS_BY_NAME,
+    ENVIRONMENT,
+    measure_bins,
+    sum_environments,
+    sum_parts,
+)
+from nemo_geomask.tools.diagnose.measure.step_sums import ratio_or_nan
+from nemo_geomask.tools.diagnose.measure.thresholds import (
     HEALTH_LIMITS,
     QUANTITIES,
     REMOVED_SHARES,
     HealthLimit,
     effective_share,
-    measure_bins,
 )
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL, ratio_interval
 from nemo_geomask.tools.shared.terminal_tables import ABSENT, print_table
@@ -38,6 +41,8 @@ Decode = Callable[[Sequence[int]], str]
 
 _SHARES = ("of k3", "of |Δ|")
 """Columns of the shares of the mismatch that a cause accounts for."""
+MAX_ENVIRONMENTS = 50
+"""Largest number of environments with a row of their own; they are the first ones in the order of their names."""
 _MAX_STEPS = 12
 """Largest number of rows in the table of steps when all tables are shown."""
 
@@ -75,11 +80,9 @@ def diagnosis_tables(
     """
     if splits is not None:
         all_steps = len(diagnosis.evidence.statistics.steps)
-        by_step = [_step_table(diagnosis, all_steps), _feedback_table(diagnosis)] if (STEP,) in splits else []
         return [
-            table
+            _step_table(diagnosis, all_steps) if names == (STEP,) else _bin_table(diagnosis.evidence, names)
             for names in splits
-            for table in (by_step if names == (STEP,) else [_bin_table(diagnosis.evidence, names)])
         ]
     tables = [_number_table(diagnosis), _cause_table(diagnosis), _change_table(diagnosis)]
     tables.append(_step_table(diagnosis, _MAX_STEPS))
@@ -141,7 +144,7 @@ def _cause_table(diagnosis: RunDiagnosis) -> Table:
 
 
 def _share_cells(diagnosis: RunDiagnosis, cause: str) -> tuple[str, str]:
-    shares = {shown.cause.id: shown.ranked.share for shown in diagnosis.shown}
+    shares = {shown.cause.id: shown.share for shown in diagnosis.shown}
     share = shares.get(cause)
     if share is None:
         return ABSENT, ABSENT
@@ -209,17 +212,6 @@ def _step_table(diagnosis: RunDiagnosis, max_steps: int) -> Table:
     return Table("steps", "Steps", tuple(_STEP_COLUMNS), rows, definitions)
 
 
-def _feedback_table(diagnosis: RunDiagnosis) -> Table:
-    correlations = mismatch_feedback(diagnosis.evidence.statistics)
-    rows: list[tuple[Any, ...]] = [
-        (f"{pair.leader} → {pair.follower}", pair.correlation, pair.score, "shown" if pair.is_shown else "not shown")
-        for pair in correlations
-    ]
-    title = f"Does the mismatch predict another number's next step, or the reverse? {summarize_feedback(correlations)}"
-    columns = ("", "partial rank correlation", "standard errors", f"beyond ±{SHOWN_SCORE:g}")
-    return Table("circle", title, columns, rows)
-
-
 _PERCENT_MEASURES = ("tokens", "Δ > 0")
 
 
@@ -229,19 +221,19 @@ def _bin_table(evidence: Evidence, names: tuple[str, ...]) -> Table:
     If all tokens are in one bin, or the data were not recorded, it has no rows, and its title says so.
     """
     key, before_name = ",".join(names), evidence.side_names[0]
-    after = evidence.after.bin_sums.get(key)
-    before = None if evidence.before is None else evidence.before.bin_sums.get(key)
+    sides = [side for side in (evidence.tokens, evidence.tokens_before) if side is not None]
     dimensions = [DIMENSIONS_BY_NAME[name] for name in names if name != ENVIRONMENT]
     requirements = [dimension.requirement for dimension in dimensions]
     title = f"By {' and '.join(f'{dimension.name} ({dimension.unit})' for dimension in dimensions)}"
     if names == (ENVIRONMENT,):
-        other_names = set() if evidence.before is None else evidence.before.environments
-        environments = sorted(evidence.after.environments | other_names)[:MAX_ENVIRONMENTS]
+        recorded = {name for side in sides for name in side.names[ENVIRONMENT].tolist()} - {None}
+        environments = sorted(recorded)[:MAX_ENVIRONMENTS]
         labels = [*map(escape_line, environments), f"others (after the first {MAX_ENVIRONMENTS} by name)"]
         title, requirements = "By environment", ["the names of NeMo-Gym's agents"]
-        after = evidence.after.by_environment(environments)
-        before = None if evidence.before is None else evidence.before.by_environment(environments)
-    if after is None or np.count_nonzero(after[:, 0]) < 2:
+        sums = [sum_environments(side, environments) for side in sides]
+    else:
+        sums = [sum_parts(side, names) for side in sides]
+    if np.count_nonzero(sums[0][:, 0]) < 2:
         needed = " and ".join(filter(None, requirements))
         reason = f"not recorded ({needed}), or the same everywhere" if needed else "the same everywhere"
         return Table(key, f"--by {key}: {reason}", (), [])
@@ -252,9 +244,10 @@ def _bin_table(evidence: Evidence, names: tuple[str, ...]) -> Table:
         bins = map(int, np.unravel_index(index, [dimension.bin_count for dimension in dimensions]))
         return " · ".join(dimension.label(number, number) for dimension, number in zip(dimensions, bins, strict=True))
 
-    bins_after, bins_before = measure_bins(after), None if before is None else measure_bins(before)
+    bins_after = measure_bins(sums[0])
+    bins_before = measure_bins(sums[1]) if len(sums) > 1 else None
     rows = []
-    for index in np.flatnonzero(after[:, 0]).tolist():
+    for index in np.flatnonzero(sums[0][:, 0]).tolist():
         row: list[Any] = [label(index)]
         for name, values in bins_after.measures.items():
             value = float(values[index])

@@ -19,7 +19,7 @@ from nemo_geomask.tools.diagnose.measure.run_survey import read_step, survey_run
 from nemo_geomask.tools.diagnose.measure.thresholds import MIN_SEQUENCES
 from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, find_run
 from nemo_geomask.tools.diagnose.report import correction_sweep
-from nemo_geomask.tools.diagnose.report.correction_sweep import DEFINITIONS, PARTS, WITHOUT_GRADIENT, CandidateOutcome
+from nemo_geomask.tools.diagnose.report.correction_sweep import DEFINITIONS, PARTS, CandidateOutcome
 from nemo_geomask.tools.diagnose.report.json_formats import CandidateJson, MeasureJson, SweepJson
 from nemo_geomask.tools.diagnose.report.report_tables import print_tables
 from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES, GRID, split_recipe_loss
@@ -110,7 +110,7 @@ def run_sweep(
 def _check_logprobs(run: RunFiles, steps: Sequence[int], cache: Path | None) -> None:
     """Raise DataError if the log-probs of the steps are wrong: what a correction does is computed from them."""
     for shown in diagnose(survey_run(run, steps, cache)).shown:
-        detection = shown.ranked.detection
+        detection = shown.detection
         is_trace = shown.cause.id == "nonfinite" and detection.value <= MAX_NONFINITE
         if shown.cause.id in _WRONG_LOGPROBS and not is_trace:
             raise DataError(
@@ -246,10 +246,7 @@ def _title(sweep: SweepJson) -> str:
     with_gradient, trained = sweep["tokens"]["with_gradient"], sweep["tokens"]["trained"]
     tokens = f"{trained:,} trained tokens"
     if with_gradient < trained:
-        tokens = (
-            f"{with_gradient:,} of {tokens}, without those whose advantage is 0 and which have no gradient; 'of all' "
-            "includes them"
-        )
+        tokens = f"{with_gradient:,} of {tokens}, without those whose advantage is 0 and which have no gradient"
     return f"{title}; *: no other has less bias and less variance, →: recommended; over {tokens}"
 
 
@@ -266,7 +263,6 @@ def _outcome_json(outcome: CandidateOutcome, *, on_front: bool) -> CandidateJson
         "variance": measure("variance"),
         "ess": measure("ess"),
         "advantage": measure("advantage"),
-        "of_all_trained_tokens": {name: outcome.value_of_all(name) for name in WITHOUT_GRADIENT},
         "removed_of": {part: outcome.removed_share(part) for part in PARTS},
         "skipped": outcome.skipped,
         "metrics": outcome.metrics,

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_geomask.tools.diagnose.explain.cause_selection import rank_causes
 from nemo_geomask.tools.diagnose.explain.evidence import Detection, Evidence, MismatchSums
-from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics, Window
+from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_sums import BOOTSTRAP_SUMS, StepSums
 from nemo_geomask.tools.diagnose.measure.token_table import REPLICATES
 
@@ -25,7 +25,8 @@ def evidence(*, k3=10.0, capped_abs=20.0, first_step=5, nonfinite=0.0, all_token
             sums.bootstrap[:, BOOTSTRAP_SUMS.index(name)] = value / 2
         sums["one_minus_p"] = sums["one_minus_p_squared"] = 50.0
         statistics.steps[step] = sums
-    return Evidence(statistics, None, first_step, True, None, None, Window(), before, (5, 6), ("", ""))
+    against = None if before is None else RunStatistics(steps={1: before})
+    return Evidence(statistics, None, first_step, True, against=against)
 
 
 def shown(k3=None, capped_abs=None, **more):

@@ -65,16 +65,6 @@ def test_metrics_of_several_runs_are_no_one_runs(tmp_path, monkeypatch):
         read_logged(tmp_path)
 
 
-def test_the_lab_has_a_table_of_each_run_beside_its_folder(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    (tmp_path / "steps").mkdir()
-    for place, run in enumerate(("gspo-none-abc-seed1", "gspo-sequence_mean+geometric-def-seed1")):
-        columns = {"step": [1, 2], "seed": [1, 1], "variant": [run, run], "reward": [float(place), None]}
-        parquet.write_table(arrow.table(columns), tmp_path / "steps" / f"{run}.parquet")
-        assert read_logged(tmp_path / run) == {"reward": {1: float(place)}}
-
-
 def test_event_files_hold_the_same_numbers(tmp_path):
     pytest.importorskip("tensorboard", reason="event files are tensorboard's")
     numpy = pytest.importorskip("numpy")

@@ -5,10 +5,10 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from nemo_geomask.tools.diagnose.explain.verdict import diagnose
-from nemo_geomask.tools.diagnose.planted_logs import RunShape
 from tests.evidence.diagnose.measure_mixtures import survey
 from tests.evidence.diagnose.mixtures import make_run
 from tests.evidence.diagnose.planted_causes import planted_run
+from tests.evidence.diagnose.planted_logs import RunShape
 
 
 def test_a_sure_difference_too_small_for_a_place_is_a_remark():

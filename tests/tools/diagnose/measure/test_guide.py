@@ -13,8 +13,8 @@ from nemo_geomask.losses import available
 from nemo_geomask.metrics import summarize_step
 from nemo_geomask.tools.diagnose.explain.causes import CAUSES
 from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS_BY_NAME
-from nemo_geomask.tools.diagnose.measure.metric_guide import alerts, metric_families, read_entry
 from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS
+from tests.pages.metric_guide import alerts, metric_families, read_entry
 
 ROOT = Path(nemo_geomask.__file__).parent
 ENTRIES = [entry for family in metric_families() for entry in family.entries]
@@ -60,8 +60,8 @@ def environment_metrics():
 
 def test_every_metric_has_an_entry_and_every_entry_a_metric():
     reported = reported_metrics() | prestep_metrics() | environment_metrics()
-    assert not reported - set(NAMES), "describe these metrics in tools/diagnose/measure/metrics.toml"
-    assert not set(NAMES) - reported, "these metrics of tools/diagnose/measure/metrics.toml are not reported"
+    assert not reported - set(NAMES), "describe these metrics in tests/pages/metrics.toml"
+    assert not set(NAMES) - reported, "these metrics of tests/pages/metrics.toml are not reported"
 
 
 def test_every_name_in_the_code_of_the_losses_has_an_entry():

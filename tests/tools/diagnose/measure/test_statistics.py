@@ -16,13 +16,14 @@ from nemo_geomask.errors import MissingDependencyError
 from nemo_geomask.tools.diagnose.locate.change_points import ChangePoint, change_at, find_change, step_noise
 from nemo_geomask.tools.diagnose.locate.step_patterns import EdgeRise, find_edge_rise, find_period
 from nemo_geomask.tools.diagnose.measure.bootstrap_draws import poisson_draws
+from nemo_geomask.tools.diagnose.measure.dimensions import BIN_SUMS, measure_bins
 from nemo_geomask.tools.diagnose.measure.step_sums import (
     BOOTSTRAP_REPLICATES,
     BOOTSTRAP_SUMS,
     StepSums,
     ratio_or_nan,
 )
-from nemo_geomask.tools.diagnose.measure.thresholds import BIN_SUMS, HEALTH_LIMITS, HealthLimit, measure_bins
+from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS, HealthLimit
 
 LIMITS = {limit.name: limit for limit in HEALTH_LIMITS}
 
@@ -362,9 +363,7 @@ def test_sums_add_up():
         sums.bootstrap += number
         sums.maskable = np.array([4 * number, 5 * number])
         sums.removed = {"veto": np.array([number, 2 * number])}
-        sums.groups = {7: np.array([number, 2 * number])}
     second.removed["icepop"] = np.array([6.0, 7.0])
-    second.groups[8] = np.array([1.0, 0.0])
     first.versions, second.versions = (3.0, 4.0), (2.0, 9.0)
     first.add(second)
     assert (first["tokens"], first["k3"]) == (22.0, 33.0)
@@ -374,7 +373,6 @@ def test_sums_add_up():
         "veto": [11.0, 22.0],
         "icepop": [6.0, 7.0],
     }
-    assert {number: sums.tolist() for number, sums in first.groups.items()} == {7: [11.0, 22.0], 8: [1.0, 0.0]}
     assert first.versions == (2.0, 9.0)
     third = StepSums(versions=(5.0, 6.0))
     third.add(StepSums(versions=(5.5, 5.5)))

@@ -7,13 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nemo_geomask.tools.diagnose.measure.dimensions import DIMENSIONS, DIMENSIONS_BY_NAME
-from nemo_geomask.tools.diagnose.measure.run_statistics import MAX_ENVIRONMENTS, RunStatistics
+from nemo_geomask.tools.diagnose.measure.dimensions import (
+    BIN_SUMS,
+    DIMENSIONS,
+    DIMENSIONS_BY_NAME,
+    sum_environments,
+    sum_parts,
+)
+from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_survey import survey_block, trainer_column
-from nemo_geomask.tools.diagnose.measure.thresholds import BIN_SUMS, QUANTITIES
-from nemo_geomask.tools.diagnose.planted_logs import RunShape, write_step
+from nemo_geomask.tools.diagnose.measure.thresholds import QUANTITIES
 from nemo_geomask.tools.diagnose.read.record_reader import RecordBlock, read_blocks
 from tests.evidence.diagnose.planted_causes import planted_step
+from tests.evidence.diagnose.planted_logs import RunShape, write_step
 
 SHAPE = RunShape(steps=1, prompts=4, samples=3, length=40)
 
@@ -75,18 +81,16 @@ def test_sums_are_those_of_plain_loops(block):
 
 def test_every_dimension_holds_every_token_once(block):
     statistics = survey_block(block)
-    (window,) = statistics.windows.values()
     for one in DIMENSIONS:
-        tokens = window.bin_sums[one.name][:, BIN_SUMS.index("tokens")].sum()
+        tokens = sum_parts(statistics.tokens, [one.name])[:, BIN_SUMS.index("tokens")].sum()
         assert tokens == (0 if one.name == "entropy" else statistics.steps[5]["tokens"]), one.name
     assert len(statistics.tokens) == statistics.steps[5]["tokens"]
 
 
 def test_two_dimensions_at_once_are_those_of_plain_loops(block):
     block.tokens["entropy"] = np.where(np.arange(len(block.tokens["mask"])) % 7, block.tokens["gen"] ** 2, np.nan)
-    dimension_pairs = [("entropy", "advantage"), ("turn", "probability"), ("turn", "entropy")]
-    statistics = survey_block(block, dimension_pairs)
-    cells = statistics.windows[5].bin_sums["entropy,advantage"]
+    statistics = survey_block(block)
+    cells = sum_parts(statistics.tokens, ["entropy", "advantage"])
     edges, signs = DIMENSIONS_BY_NAME["entropy"].edges, DIMENSIONS_BY_NAME["advantage"].edges
     expected = np.zeros((len(edges) + 1, len(signs) + 1, 2))
     for row in range(len(block)):
@@ -97,16 +101,15 @@ def test_two_dimensions_at_once_are_those_of_plain_loops(block):
                 sign = sum(float(block.tokens["advantages"][place]) >= edge for edge in signs)
                 expected[sum(entropy >= edge for edge in edges), sign] += 1, delta > 0
     np.testing.assert_array_equal(cells[:, [0, BIN_SUMS.index("delta_positive")]], expected.reshape(-1, 2))
-    sums = {name: cells[:, :-3] for name, cells in statistics.windows[5].bin_sums.items()}  # without the products
     for pair, axis, name in (
-        ("entropy,advantage", 1, "entropy"),
-        ("turn,probability", 1, "turn"),
-        ("turn,entropy", 0, "entropy"),
+        (("entropy", "advantage"), 1, "entropy"),
+        (("turn", "probability"), 1, "turn"),
+        (("turn", "entropy"), 0, "entropy"),
     ):
-        grid = sums[pair].reshape(len(sums[pair.split(",")[0]]), -1, sums[pair].shape[1])
-        np.testing.assert_allclose(grid.sum(axis=axis), sums[name], rtol=1e-9, atol=1e-12)
-    known = sums["entropy"]
-    assert statistics.steps[5]["tokens_with_entropy"] == known[:, 0].sum()
+        grid = sum_parts(statistics.tokens, pair).reshape(DIMENSIONS_BY_NAME[pair[0]].bin_count, -1, len(BIN_SUMS))
+        whole = sum_parts(statistics.tokens, [name])
+        np.testing.assert_allclose(grid.sum(axis=axis)[:, :-3], whole[:, :-3], rtol=1e-9, atol=1e-12)  # no products
+    assert statistics.steps[5]["tokens_with_entropy"] == sum_parts(statistics.tokens, ["entropy"])[:, 0].sum()
 
 
 def with_environments(block, names):
@@ -136,42 +139,19 @@ def sums_by_environment(blocks):
 ENVIRONMENT_COLUMNS = [BIN_SUMS.index(name) for name in ("tokens", "k3", "capped_abs", "capped_abs_squared")]
 
 
-def measured_by_environment(window):
-    return {name: sums[ENVIRONMENT_COLUMNS] for name, sums in window.environment_sums.items()}
-
-
 def test_sums_by_environment_are_those_of_plain_loops(block):
     named = with_environments(block, ["math", None, "code"])
-    window = survey_block(named).windows[5]
+    table = survey_block(named).tokens
     expected = sums_by_environment([named])
-    assert window.environments == expected.keys() == {"math", "code"}
-    for name, sums in measured_by_environment(window).items():
-        np.testing.assert_allclose(sums, expected[name], rtol=1e-10)
+    assert expected.keys() == {"math", "code"}
+    measured = sum_environments(table, ["code", "math"])[:, ENVIRONMENT_COLUMNS]
+    np.testing.assert_allclose(measured[:2], [expected["code"], expected["math"]], rtol=1e-6)
+    assert not measured[2].any()
+    others = sum_environments(table, ["math"])[:, ENVIRONMENT_COLUMNS]
+    np.testing.assert_allclose(others, [expected["math"], expected["code"]], rtol=1e-6)
     # Neither a run without names nor one with an older record's columns has any.
-    assert survey_block(with_environments(block, [None])).windows[5].environment_sums == {}
-    assert survey_block(block).windows[5].environment_sums == {}
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_beyond_fifty_environments_the_first_by_name_stay_exact_in_any_order(seed):
-    names = [f"env {number:03d}" for number in range(130)]
-    draw = np.random.default_rng(seed)
-    blocks = []
-    for step in range(1, 9):
-        made = planted_step(step, step, None, 0.0, shape=RunShape(steps=1, prompts=100, samples=1, length=8))
-        # The first block has the run's first names, and more than are kept apart.
-        blocks.append(with_environments(made, names[:100] if step == 1 else draw.choice(names, 100).tolist()))
-    merged = RunStatistics()
-    for index in draw.permutation(len(blocks)):
-        merged.add(survey_block(blocks[index]))
-    window = merged.merge_windows()
-    expected = sums_by_environment(blocks)
-    first_names = sorted(expected)[:MAX_ENVIRONMENTS]
-    assert len(expected) > 2 * MAX_ENVIRONMENTS
-    assert window.environments == set(first_names)
-    others = sum(sums for name, sums in expected.items() if name not in first_names)
-    measured = window.by_environment(first_names)[:, ENVIRONMENT_COLUMNS]
-    np.testing.assert_allclose(measured, [*(expected[name] for name in first_names), others], rtol=1e-9)
+    assert not sum_environments(survey_block(with_environments(block, [None])).tokens, ["math"]).any()
+    assert not sum_environments(survey_block(block).tokens, ["math"]).any()
 
 
 @pytest.mark.parametrize(
@@ -197,8 +177,9 @@ def test_parts_add_up_to_the_whole_in_any_order(block):
         np.testing.assert_allclose(merged.steps[5].bootstrap, whole.steps[5].bootstrap, rtol=1e-12)
         for label, sums in whole.steps[5].removed.items():
             assert merged.steps[5].removed[label] == pytest.approx(sums, rel=1e-12), label
-        for name, cells in whole.windows[5].bin_sums.items():
-            np.testing.assert_allclose(merged.windows[5].bin_sums[name], cells, rtol=1e-9, atol=1e-12)
+        for one in DIMENSIONS:
+            parts_of_run = [sum_parts(statistics.tokens, [one.name]) for statistics in (merged, whole)]
+            np.testing.assert_allclose(*parts_of_run, rtol=1e-9, atol=1e-12)
         assert merged.worst_tokens == whole.worst_tokens
         assert merged.worst_sequences == whole.worst_sequences
 
@@ -211,8 +192,8 @@ def test_values_of_untrained_tokens_have_no_effect(block, value):
     after = survey_block(block)
     assert after.steps[5].sums.tobytes() == before.steps[5].sums.tobytes()
     assert after.steps[5].bootstrap.tobytes() == before.steps[5].bootstrap.tobytes()
-    for name, cells in before.windows[5].bin_sums.items():
-        assert after.windows[5].bin_sums[name].tobytes() == cells.tobytes()
+    for one in DIMENSIONS:
+        assert sum_parts(after.tokens, [one.name]).tobytes() == sum_parts(before.tokens, [one.name]).tobytes()
 
 
 def test_log_ratios_of_a_hundred_saturate(block):
@@ -277,17 +258,19 @@ def test_intervals_contain_the_true_mean_as_often_as_stated():
     assert 0 < missed <= 10
 
 
-def test_windows_widen_as_a_run_grows():
-    statistics = RunStatistics()
-    for step in range(1, 301):
-        statistics.add(survey_block(planted_step(0, step, None, 0.0, shape=RunShape(prompts=1, samples=1, length=24))))
-    assert len(statistics.steps) == 300
-    assert (len(statistics.windows), statistics.width) == (76, 4)
-    tokens = BIN_SUMS.index("tokens")
-    windows = statistics.windows.values()
-    assert sum(window.bin_sums["probability"][:, tokens].sum() for window in windows) == statistics.total()["tokens"]
-    middle = statistics.merge_windows(100, 200).bin_sums["probability"][:, tokens].sum()
-    assert middle == statistics.total(range(100, 200))["tokens"]
+def test_bins_of_a_sampled_table_are_unbiased():
+    """A run of more tokens than the table holds."""
+    statistics, tokens, size = RunStatistics(), np.zeros(11), np.zeros(11)
+    for step in range(1, 61):
+        part_of_run = survey_block(planted_step(0, step, None, 0.0, shape=RunShape(prompts=6, samples=4)))
+        sums = sum_parts(part_of_run.tokens, ["probability"])
+        tokens, size = tokens + sums[:, 0], size + sums[:, BIN_SUMS.index("capped_abs")]
+        statistics.add(part_of_run)
+    assert len(statistics.tokens) < 0.6 * tokens.sum()
+    sampled = sum_parts(statistics.tokens, ["probability"])
+    is_large = size > 0.02 * size.sum()
+    np.testing.assert_allclose(sampled[is_large, BIN_SUMS.index("capped_abs")], size[is_large], rtol=0.05)
+    assert sampled[:, 0].sum() == pytest.approx(tokens.sum(), rel=0.05)
 
 
 def test_a_written_synthetic_step_is_read_unchanged(tmp_path):

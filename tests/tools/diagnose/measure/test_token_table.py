@@ -6,8 +6,8 @@ import pytest
 from nemo_geomask.tools.diagnose.measure import token_table
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_survey import survey_block
-from nemo_geomask.tools.diagnose.planted_logs import RunShape
 from tests.evidence.diagnose.planted_causes import planted_step
+from tests.evidence.diagnose.planted_logs import RunShape
 
 SHAPE = RunShape(prompts=3, samples=2, length=40)
 

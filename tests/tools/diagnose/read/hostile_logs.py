@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -65,26 +64,6 @@ def event_link(target: str) -> Plant:
     return plant
 
 
-def valid_sweep(**changes: Any) -> bytes:
-    """Return what ``sweep --json`` prints, with some values replaced."""
-    values: dict[str, Any] = {
-        "version": 1,
-        "run": "run",
-        "steps": [1],
-        "left_out": {},
-        "damaged_files": {},
-        "at": "prev",
-        "does_not_fit": None,
-        "recommended": None,
-        "loss_fn": None,
-        "no_recommendation": "",
-        "definitions": {"bias": "…"},
-        "tokens": {},
-        "candidates": [],
-    }
-    return json.dumps(values | changes).encode()
-
-
 def unreadable_loop(path: Path) -> None:
     path.symlink_to(path.name)
 
@@ -139,26 +118,4 @@ HOSTILE_METRICS: dict[str, tuple[Plant, str]] = {
     "too many numbers": (content(lambda: b'{"step":1,"a":1}\n' * 1_100_000), "metric_values"),
     "link of events to nowhere": (event_link("nowhere"), "can't be read"),
     "link of events to itself": (event_link("events.out.tfevents.1"), "can't be read"),
-}
-HOSTILE_TABLES: dict[str, tuple[dict[str, Any], str]] = {
-    # name: columns of what is planted as the lab's table of steps, and what the error must say
-    "steps of text": ({"step": ["a", "\x1b[2J"], "gen_kl_error": [0.1, 9.0]}, "its steps are of type string"),
-    "steps that are NaN": ({"step": [math.nan, 1.0], "gen_kl_error": [0.1, 9.0]}, "its steps are of type double"),
-    "steps that are missing": ({"step": [1, None, 3], "gen_kl_error": [0.1, 9.0, 0.1]}, "rows without a step"),
-    "steps that are lists": ({"step": [[1], [2]], "gen_kl_error": [0.1, 9.0]}, "its steps are of type list"),
-    "no steps": ({"gen_kl_error": [0.1]}, "not the lab's table"),
-}
-HOSTILE_SWEEPS: dict[str, tuple[Plant, str]] = {
-    # name: what is planted as the file of --sweep, and what the error must say
-    "fifo": (os.mkfifo, "is a FIFO"),
-    "1 GB": (sparse(b"["), "line_bytes"),
-    "nested 50,000 deep": (content(lambda: nested(50_000)), "nesting"),
-    "binary": (content(lambda: os.urandom(2**20)), "not JSON"),
-    "number beyond a float": (content(valid_sweep(steps=[10**400])), "not what `nemo-geomask sweep DIR --json`"),
-    "definitions that are numbers": (content(valid_sweep(definitions={"bias": 5})), "definitions.bias"),
-    "recommended number": (content(valid_sweep(recommended=5)), "recommended"),
-    "empty objects": (
-        content(b'{"run": 1, "definitions": 2, "candidates": 3, "loss_fn": 4, "recommended": 5}'),
-        "not what `nemo-geomask sweep DIR --json`",
-    ),
 }

@@ -15,9 +15,9 @@ from nemo_geomask.errors import DataError
 from nemo_geomask.records.record_schema import CHECKSUM_KEY, ORIGIN_KEY, RecordOrigin, arrow_schema, file_name
 from nemo_geomask.records.stored_files import open_folder, store_record
 from nemo_geomask.tools.diagnose.measure.run_survey import read_step, survey_run
-from nemo_geomask.tools.diagnose.planted_logs import RunShape, write_step
 from nemo_geomask.tools.diagnose.read.record_sources import find_run
 from tests.evidence.diagnose.planted_causes import planted_step
+from tests.evidence.diagnose.planted_logs import RunShape, write_step
 
 SHAPE = RunShape(prompts=4, samples=4, length=60)
 STEPS = 12

@@ -17,11 +17,8 @@ from tests.helpers.limited_commands import limited_commands
 from tests.tools.diagnose.read.hostile_logs import (
     HOSTILE_LOGS,
     HOSTILE_METRICS,
-    HOSTILE_SWEEPS,
-    HOSTILE_TABLES,
     LOG,
     METRICS,
-    valid_line,
     valid_lines,
 )
 
@@ -69,36 +66,6 @@ def test_hostile_metrics_are_an_error(commands, tmp_path, name):
     plant, message = HOSTILE_METRICS[name]
     plant(tmp_path / METRICS)
     check_refused(commands.run("diagnose", tmp_path), str(tmp_path), message)
-
-
-@pytest.mark.parametrize("name", HOSTILE_TABLES)
-def test_a_hostile_table_of_steps_is_an_error(commands, tmp_path, name):
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    columns, message = HOSTILE_TABLES[name]
-    (tmp_path / "steps").mkdir()
-    (tmp_path / "run").mkdir()
-    parquet.write_table(arrow.table(columns), tmp_path / "steps" / "run.parquet")
-    check_refused(commands.run("diagnose", tmp_path / "run"), message)
-
-
-def test_a_table_that_expands_to_gigabytes_is_an_error(commands, tmp_path):
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    np = pytest.importorskip("numpy")
-    (tmp_path / "steps").mkdir()
-    (tmp_path / "run").mkdir()
-    zeros = {"step": np.zeros(5_000_000, dtype=np.int64), "gen_kl_error": np.zeros(5_000_000)}
-    for columns in (zeros, {"step": zeros["step"]}):
-        parquet.write_table(arrow.table(columns), tmp_path / "steps" / "run.parquet", compression="zstd")
-        check_refused(commands.run("diagnose", tmp_path / "run"), "over the limit metric_values")
-
-
-@pytest.mark.parametrize("name", HOSTILE_SWEEPS)
-def test_a_hostile_sweep_is_an_error(commands, tmp_path, name):
-    plant, message = HOSTILE_SWEEPS[name]
-    plant(tmp_path / "sweep.json")
-    (tmp_path / LOG).write_bytes(valid_line())
-    outcome = commands.run("diagnose", tmp_path, "--html", tmp_path / "page.html", "--sweep", tmp_path / "sweep.json")
-    check_refused(outcome, message)
 
 
 def test_a_limit_is_an_option(commands, tmp_path):

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from nemo_geomask.cli import main
-from nemo_geomask.tools.diagnose.planted_logs import RunShape, write_step
 from tests.evidence.diagnose.planted_causes import planted_step
+from tests.evidence.diagnose.planted_logs import RunShape, write_step
 from tests.helpers.logs import log_rows, write_log
 
 SHAPE = RunShape(prompts=4, samples=3, length=40)
@@ -70,7 +70,7 @@ def test_one_split_at_a_time_and_two_at_once(tmp_path, capsys):
     assert (first, second) == (" probability (nats of surprise)", " turn (earlier turns) and advantage (sign)")
     assert main(["diagnose", run, "--by", "step", "--json"]) == 0
     (output,) = json.loads(capsys.readouterr().out)
-    assert list(output["tables"]) == ["steps", "circle"]
+    assert list(output["tables"]) == ["steps"]
     for wrong in ("tool", "turn,turn", "step,turn", "turn,length,reward"):
         assert main(["diagnose", run, "--by", wrong]) == 2
         assert f"--by {wrong}: give one or two of probability, position" in capsys.readouterr().err

@@ -7,9 +7,9 @@ import pytest
 
 from nemo_geomask.cli import main
 from nemo_geomask.cli.schema import JSON_FORMATS, json_schema
-from nemo_geomask.tools.diagnose.planted_logs import write_step
 from nemo_geomask.tools.shared.json_output import JSON_VERSION
 from tests.evidence.diagnose.planted_causes import planted_step
+from tests.evidence.diagnose.planted_logs import write_step
 
 GSPO = "loss_fn: {name: gspo, token_level_loss: false, ratio_clip_min: 3.0e-4, ratio_clip_max: 4.0e-4, %s}\n"
 

@@ -16,24 +16,22 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("plotly", reason="the page embeds plotly (diagnose extra)")
 pytest.importorskip("jinja2", reason="the page is a template (diagnose extra)")
 
+
 from nemo_geomask.cli import main
-from nemo_geomask.errors import DataError
 from nemo_geomask.tools.diagnose.explain.verdict import diagnose
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.run_survey import survey_run
 from nemo_geomask.tools.diagnose.measure.step_survey import survey_block
-from nemo_geomask.tools.diagnose.planted_logs import RunShape, write_step
 from nemo_geomask.tools.diagnose.read.record_reader import RecordBlock
 from nemo_geomask.tools.diagnose.read.record_sources import find_runs
 from nemo_geomask.tools.diagnose.report import html_report
 from nemo_geomask.tools.diagnose.report.excerpts import worst_excerpts
-from nemo_geomask.tools.diagnose.report.figure_data import MAX_POINTS, diagnosis_figures
-from nemo_geomask.tools.diagnose.report.figure_rendering import plotly_figure, write_pngs
+from nemo_geomask.tools.diagnose.report.figures import MAX_POINTS, diagnosis_figures, plotly_figure
 from nemo_geomask.tools.diagnose.report.html_report import ReportedRun, short_names, write_page
-from nemo_geomask.tools.diagnose.report.page_tables import merge_tables
-from nemo_geomask.tools.diagnose.report.report_tables import Table, diagnosis_tables
+from nemo_geomask.tools.diagnose.report.report_tables import diagnosis_tables
 from nemo_geomask.tools.shared.palette import CONTRASTING_COLOURS
 from tests.evidence.diagnose.planted_causes import planted_run, planted_step
+from tests.evidence.diagnose.planted_logs import RunShape, write_step
 from tests.helpers.logs import log_rows, write_log
 
 SHAPE = RunShape(steps=6, prompts=6, samples=4)
@@ -105,9 +103,8 @@ def test_text_of_a_run_is_escaped(page):
     assert page.text.count(HOSTILE) > 5
     figures = json.loads(page.scripts[0])
     for figure in figures.values():
-        for view in figure["views"].values():
-            for trace in view["data"]:
-                assert "<" not in trace.get("name", "")
+        for trace in figure["data"]:
+            assert "<" not in trace.get("name", "")
     assert any("&lt;/script&gt;" in text for text in json.dumps(figures).split('"'))
 
 
@@ -171,10 +168,10 @@ def test_every_plot_has_its_numbers_and_every_table_a_caption(page):
     assert all(after - before <= 1 for before, after in itertools.pairwise(headings))
 
 
-def test_every_value_names_its_column_and_run_where_columns_have_no_room(page):
+def test_every_value_names_its_column_where_columns_have_no_room(page):
     """Below that width, each row of a table with many columns is a list of its cells."""
     labels = {value for _, name, value in page.attributes if name == "data-column"}
-    assert {"before 4 (A)", "from 4 (A)", "all steps (B)", "definition"} <= labels
+    assert {"before 4", "from 4", "all steps", "definition"} <= labels
     assert ("table", "class", "many") in page.attributes
     style = (Path(html_report.__file__).parent / "page" / "page.css").read_text(encoding="utf-8")
     narrow = style[style.index("@container") :]
@@ -196,53 +193,25 @@ def test_a_curve_of_a_long_run_is_pooled():
     shape = RunShape(prompts=2, samples=2, length=30)
     part = survey_block(planted_step(0, 1, None, 0.0, shape=shape)).steps[1]
     statistics.steps = dict.fromkeys(range(1, 10 * MAX_POINTS + 8), part)
-    statistics.windows = survey_block(planted_step(0, 1, None, 0.0, shape=shape)).windows
     diagnosis = diagnose(statistics)
     for figure in diagnosis_figures([diagnosis]):
-        assert all(len(curve.x) <= MAX_POINTS for curves in figure.views.values() for curve in curves), figure.key
-    (k3,) = [figure.first_view[0] for figure in diagnosis_figures([diagnosis]) if figure.key.endswith("mismatch_k3")]
+        assert all(len(curve.x) <= MAX_POINTS for curve in figure.curves), figure.key
+    (k3,) = [figure.curves[0] for figure in diagnosis_figures([diagnosis]) if figure.key.endswith("mismatch_k3")]
     assert k3.y == pytest.approx([part.mean("k3")] * len(k3.y), rel=1e-12)
 
 
 def test_plots_hold_the_numbers_of_the_records(diagnoses):
     figures = {figure.key: figure for figure in diagnosis_figures(diagnoses)}
-    curve = figures["step geomask/mismatch_k3"].first_view[1]
+    curve = figures["step geomask/mismatch_k3"].curves[1]
     steps = diagnoses[1].evidence.statistics.steps
     assert curve.y == pytest.approx([steps[step].mean("k3") for step in sorted(steps)], rel=1e-12)
     assert all(low <= y <= high for low, y, high in zip(curve.low, curve.y, curve.high, strict=True))
-    before, after = figures["by turn"].views["|Δ|"][:2]
-    assert (before.run, after.run, before.name, after.name) == (0, 0, "before 4", "from 4")
-    table = {row[0]: row for row in next(one for one in diagnosis_tables(diagnoses[0]) if one.key == "turn").rows}
-    assert after.y == pytest.approx([table[part][2] for part in figures["by turn"].x_labels], rel=1e-12)
-    removed = figures["masks removed, of |Δ|"].first_view
+    removed = figures["masks removed, of |Δ|"].curves
     assert [curve.name for curve in removed] == [HOSTILE]
     share = diagnoses[0].evidence.statistics.steps[1].removed_share(HOSTILE, "capped_abs")
     assert removed[0].y[0] == pytest.approx(share)
     for figure in figures.values():
         json.dumps(plotly_figure(figure, ["a", "b"]), allow_nan=False)
-
-
-def test_tables_of_several_runs_are_merged():
-    one = Table("numbers", "Numbers", ("", "all steps", "definition"), [("k1", 1.0, "mean"), ("k3", 2.0, "mean")])
-    two = Table("numbers", "Numbers", ("", "before 4", "from 4", "definition"), [("k3", 3.0, 4.0, "mean")])
-    (both,) = merge_tables([(0, one), (2, two)])
-    assert [(column.title, column.runs) for column in both.columns] == [
-        ("", []),
-        ("all steps", [0]),
-        ("before 4", [2]),
-        ("from 4", [2]),
-        ("definition", []),
-    ]
-    assert [[text for text, _ in row] for row in both.rows] == [
-        ["k1", "1", "", "", "mean"],
-        ["k3", "2", "3", "4", "mean"],
-    ]
-    # A column whose rows differ between the runs is not shared.
-    ages = [Table("staleness", "By staleness", ("", "|Δ|"), [(name, 0.5)]) for name in ("0", "1")]
-    (both,) = merge_tables(list(enumerate(ages)))
-    assert [[text for text, _ in row] for row in both.rows] == [["0", "0.5", ""], ["1", "", "0.5"]]
-    steps = Table("steps", "Steps", ("step",), [(1,)])
-    assert [table.run for table in merge_tables([(0, steps), (1, steps)])] == [0, 1]
 
 
 def test_an_excerpt_shows_the_worst_token_and_what_is_around_it(logged):
@@ -279,58 +248,20 @@ def test_a_run_is_named_by_what_differs_in_its_path(tmp_path):
     assert short_names([tmp_path / "a", tmp_path / "a" / "b"]) == ["a", "b"]
 
 
-def test_pngs_are_drawn_for_any_name(diagnoses, tmp_path):
-    pytest.importorskip("matplotlib", reason="PNGs are drawn by matplotlib (demo extra)")
-    figures = [figure for figure in diagnosis_figures(diagnoses) if figure.key in ("step |Δ| > 0.1", "by turn")]
-    written = write_pngs(figures, ["_a $x^{", HOSTILE], tmp_path / "png")
-    assert sorted(path.name for path in written) == ["by-turn.png", "step-abs-delta-above-0.1.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
-    (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"--png: .* can't be written to"):
-        write_pngs(figures, ["a", "b"], tmp_path / "file")
-
-
-def test_the_command_writes_report_and_sweep(logged, tmp_path, capsys):
-    swept, folder = tmp_path / "sweep.json", tmp_path / "<img src=x onerror=alert(1)>"
-    folder.mkdir()
-    write_log(folder, 1, list(log_rows(planted_step(0, 1, shape=SHAPE))))
-    assert main(["sweep", str(folder), "--json"]) == 1  # too few sequences for a recommendation
-    output = json.loads(capsys.readouterr().out) | {"run": str(logged), "steps": [1]}
-    swept.write_text(json.dumps(output), encoding="utf-8")
-    assert set(json.loads(swept.read_text())["definitions"]) == {"removed", "bias", "variance", "ess", "advantage"}
+def test_the_command_writes_a_report(logged, tmp_path, capsys):
     report = tmp_path / "report.html"
-    arguments = ["diagnose", str(logged), "--brief", "--html", str(report)]
-    assert main([*arguments, "--sweep", str(swept)]) == 3
+    assert main(["diagnose", str(logged), "--brief", "--html", str(report)]) == 3
     out, err = capsys.readouterr()
     assert err == f"report: {report}\n"
     assert "broken" in out
-    page = Page(report.read_text(encoding="utf-8"))
-    assert "Recommended: none (only " in page.text
-    assert "loss_fn:" not in page.text
-    assert "img" not in page.tags
-    recommended = {"recommended": "nothing", "loss_fn": "loss_fn: {}"}
-    swept.write_text(json.dumps({**json.loads(swept.read_text()), **recommended}))
-    assert main([*arguments, "--sweep", str(swept)]) == 3
-    capsys.readouterr()
-    page = Page(report.read_text(encoding="utf-8"))
-    assert "Recommended: nothing" in page.text
-    assert "loss_fn: {}" in page.text
+    assert "img" not in Page(report.read_text(encoding="utf-8")).tags
     assert not list(tmp_path.glob("*.part"))
-    swept.write_text(json.dumps({**json.loads(swept.read_text()), "run": "/another"}))
-    assert main([*arguments, "--sweep", str(swept)]) == 2
-    assert "the sweep is of /another, which is none of the report's runs" in capsys.readouterr().err
-    swept.write_text("{}")
-    assert main([*arguments, "--sweep", str(swept)]) == 2
-    assert "--sweep" in capsys.readouterr().err
-    assert main(["diagnose", str(logged), "--sweep", str(swept)]) == 2
-    assert "--html" in capsys.readouterr().err
-    assert main(["diagnose", str(logged), "--brief", "--html", str(tmp_path / "sweep.json" / "x.html")]) == 2
+    assert main(["diagnose", str(logged), "--brief", "--html", str(report / "x.html")]) == 2
     assert "can't be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("log_probs", ["the same", "none"])
 def test_a_run_without_a_mismatch_has_a_page(log_probs, tmp_path):
-    pytest.importorskip("matplotlib", reason="PNGs are drawn by matplotlib (demo extra)")
     statistics = RunStatistics()
     for step in (1, 2, 3, 4):
         block = planted_step(0, step, None, 0.0, shape=RunShape(prompts=4, samples=4, length=40))
@@ -340,7 +271,6 @@ def test_a_run_without_a_mismatch_has_a_page(log_probs, tmp_path):
     write_page(tmp_path / "x.html", [ReportedRun("a", "a", diagnosis)])
     text = Page((tmp_path / "x.html").read_text(encoding="utf-8")).text
     assert ("not judged" in text) == (log_probs == "none")
-    write_pngs(diagnosis_figures([diagnosis])[:3], ["a"], tmp_path)
 
 
 def test_colours_have_enough_contrast_on_both_pages():

@@ -11,7 +11,6 @@ from nemo_geomask import PrestepPass, build_loss
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.losses.prestep import valid_counts
-from nemo_geomask.tools.diagnose.planted_logs import RunShape
 from nemo_geomask.tools.diagnose.report.correction_sweep import padded_batch, replay, select_compatible
 from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES, GRID, Candidate, split_recipe_loss
 from nemo_geomask.tools.diagnose.report.sweep_command import (
@@ -20,6 +19,7 @@ from nemo_geomask.tools.diagnose.report.sweep_command import (
     recommend,
 )
 from tests.evidence.diagnose.planted_causes import planted_step
+from tests.evidence.diagnose.planted_logs import RunShape
 
 NO_CORRECTION = CANDIDATES[0]
 BY_NAME = {candidate.name: candidate for candidate in (*CANDIDATES, *GRID)}
@@ -255,24 +255,10 @@ def test_a_ratio_against_the_generation_engine_corrects(batch):
 
 
 def test_tokens_with_an_advantage_of_zero_are_counted_apart(batch):
-    """They have no gradient, so bias and variance are the same, but a mask removes them as it does all others."""
+    """They have no gradient, so no measure is over them."""
     silent = {**batch, "advantages": batch["advantages"].clone()}
     silent["advantages"][:4] = 0.0
-    names = ("mask icepop 0.5 2", "mask geometric 0.9 1.1", "mask opsm 0.001", "mask dppo_tv 0.05", "weight token")
-    candidates = [NO_CORRECTION, *(BY_NAME[name] for name in names)]
     trained = (batch["token_mask"] * batch["sample_mask"][:, None])[:, 1:] != 0
-    for outcome in replay([(1, silent)], candidates):
-        assert outcome.silent_tokens == trained[:4].sum() > 0
-        assert outcome.tokens[0] == trained[4:].sum()
-        removed = outcome.metrics[1].get("geomask/kept_tokens")
-        if removed is not None:
-            # The loss counts the tokens that its masks remove whatever their advantage.
-            assert outcome.value_of_all("removed") == pytest.approx(1 - removed, abs=1e-6), outcome.candidate.name
-    _, mask, *_, weight = replay([(1, silent)], candidates)
-    assert mask.value_of_all("removed") != mask.value("removed")
-    delta = (silent["prev_logprobs"] - silent["generation_logprobs"])[:, 1:][trained].double().exp()
-    assert weight.value_of_all("ess") == pytest.approx(
-        float(delta.sum() ** 2 / (len(delta) * (delta**2).sum())), rel=1e-4
-    )
-    (everything,) = replay([(1, batch)], [NO_CORRECTION])
-    assert everything.silent_tokens == 0 or everything.value_of_all("removed") == 0
+    (outcome,) = replay([(1, silent)], [NO_CORRECTION])
+    assert outcome.silent_tokens == trained[:4].sum() > 0
+    assert outcome.tokens[0] == trained[4:].sum()

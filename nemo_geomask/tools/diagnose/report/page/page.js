@@ -7,13 +7,12 @@
   const MAX_NARROW_NAME = 26;
   const isVisible = (plot) => !plot.closest("details:not([open])");
 
-  function draw(plot, view) {
+  function draw(plot) {
     const figure = figures[plot.dataset.figure];
-    const current = figure.views[view] ?? Object.values(figure.views)[0];
     const axis = { automargin: true, zeroline: false };
     const isNarrow = plot.clientWidth < NARROW;
     const shorten = (name) => name?.length > MAX_NARROW_NAME ? `…${name.slice(1 - MAX_NARROW_NAME)}` : name;
-    const data = isNarrow ? current.data.map((trace) => ({ ...trace, name: shorten(trace.name) })) : current.data;
+    const data = isNarrow ? figure.data.map((trace) => ({ ...trace, name: shorten(trace.name) })) : figure.data;
     Plotly.react(plot, data, {
       autosize: true,
       // The toolbar stands in the right margin, beside the legend, which is as wide as the plot at most.
@@ -21,24 +20,19 @@
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: "system-ui, 'DejaVu Sans', sans-serif", size: 12 },
-      hovermode: figure.hovermode,
+      hovermode: "x unified",
       hoverlabel: { bgcolor: "#22272e", bordercolor: "#22272e" },
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },
       showlegend: figure.showlegend,
       modebar: { orientation: "v", bgcolor: "rgba(0,0,0,0)", color: "#8b949e", activecolor: "#0b5cad" },
-      xaxis: { ...axis, ...figure.xaxis },
-      yaxis: { ...axis, ...current.layout.yaxis },
-      shapes: current.layout.shapes,
+      xaxis: { ...axis, title: { text: "step" } },
+      yaxis: { ...axis, ...figure.yaxis },
+      shapes: figure.shapes,
     }, { ...config, displayModeBar: !isNarrow });
     plot.dataset.drawn = "yes";
   }
   const drawVisible = () => plots.filter((plot) => isVisible(plot) && !plot.dataset.drawn).forEach((plot) => draw(plot));
 
-  for (const select of document.querySelectorAll("select[data-section]")) {
-    select.addEventListener("change", () => {
-      for (const plot of document.querySelectorAll(`#${select.dataset.section} .plot`)) draw(plot, select.value);
-    });
-  }
   for (const details of document.querySelectorAll("details")) details.addEventListener("toggle", drawVisible);
 
   const root = document.documentElement;

@@ -4,7 +4,7 @@ Each token is drawn from a distribution over a small vocabulary whose sharpness 
 engine's logits are those of the generation engine plus noise as large as that of bfloat16 in the lab, with more noise
 at the few tokens where the choice of experts flips. A planted cause changes logits or log-probs as in a real run.
 
-``python -m nemo_geomask.tools.diagnose.planted_logs DIR --cause tool_calls --strength 5`` writes the records of such a
+``python -m tests.evidence.diagnose.planted_logs DIR --cause tool_calls --strength 5`` writes the records of such a
 run, to try the commands on.
 """
 

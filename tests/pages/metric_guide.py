@@ -1,6 +1,6 @@
 """Guide to the reported metrics: definitions, ranges, alerts and actions, of which the site makes its page of metrics.
 
-``python -m nemo_geomask.tools.diagnose.measure.metric_guide --alerts`` prints the alert limits as JSON.
+``python -m tests.pages.metric_guide --alerts`` prints the alert limits as JSON.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_geomask.errors import ConfigError
@@ -59,7 +59,7 @@ class Alert(NamedTuple):
 @cache
 def metric_families() -> tuple[Family, ...]:
     """Return all sections of the guide."""
-    text = files("nemo_geomask.tools.diagnose.measure").joinpath("metrics.toml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8")
     return tuple(
         Family(family["name"], family["about"], tuple(read_entry(entry) for entry in family["metric"]))
         for family in tomllib.loads(text)["family"]
