@@ -7,6 +7,7 @@ is a sum over tokens or sequences divided by a global count, so that metrics of 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -88,7 +89,7 @@ class MetricSums:
         self._weights = {"tokens": weight, "sequences": sample_mask}
         self._segments = segments
         self._is_full = is_full
-        self._reduced: dict[Reduction, list[tuple[Label, Tensor]]] = {reduction: [] for reduction in _ORDER}
+        self._reduced: dict[Reduction, list[tuple[tuple[Any, ...], Tensor]]] = {reduction: [] for reduction in _ORDER}
         self._histograms: list[tuple[str, Tensor]] = []
 
     def add(self, reports: Iterable[Metric], *, always: bool = False) -> None:
@@ -100,7 +101,7 @@ class MetricSums:
     def _add(self, report: Metric, always: bool) -> None:
         names, reduction, compute, normalizer, unit = report
         if not (self._is_full or always):
-            names = tuple(name for name in names if not name.startswith(GEOMASK_PREFIX))
+            names = _names_of_nemo_rl(names)
             if not names:
                 return
         value = compute()
@@ -115,14 +116,14 @@ class MetricSums:
             normalizer = reduction
         elif reduction == "token_sum":
             reduction = normalizer = "tokens"
-        self._reduced[reduction].append((Label(names, reduction, normalizer, unit), value))
+        self._reduced[reduction].append(((names, reduction, normalizer, unit), value))
 
     @property
     def labels(self) -> tuple[Label, ...]:
         """Labels of the numbers that :meth:`reduce_over_ranks` returns, in their order."""
         bin_names = [bin_name for name, _ in self._histograms for bin_name in _bin_names(name)]
         bins = [Label((bin_name,), "tokens", "tokens") for bin_name in bin_names]
-        return (*bins, *(label for reduction in _ORDER for label, _ in self._reduced[reduction]))
+        return (*bins, *(Label(*label) for reduction in _ORDER for label, _ in self._reduced[reduction]))
 
     def reduce_over_ranks(self, loss: Tensor, *counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss and the metrics over all ranks that share the sequences, by one collective.
@@ -147,6 +148,12 @@ class MetricSums:
             loss, values[:local], num_sums=sums, num_minima=minima
         )
         return global_loss, torch.cat([global_values, values[local:]])
+
+
+@functools.cache
+def _names_of_nemo_rl(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of the names that NeMo-RL's own loss reports, too."""
+    return tuple(name for name in names if not name.startswith(GEOMASK_PREFIX))
 
 
 _ORDER: tuple[Reduction, ...] = ("tokens", "local_sum", "min", "max", "sequences", "shared_count")
@@ -179,8 +186,8 @@ def histogram(name: str, size: Tensor) -> Metric:
     def bin_index() -> Tensor:
         # The bin depends on floor(2·log2(size)), which is the binary exponent of size². Bits 23 to 30 of a float32 are
         # its exponent plus 127. To read them takes a tenth of the time of frexp or log2 on a CPU.
-        exponent = (size.square().view(torch.int32) >> 23) - 127
-        return (exponent - (2 * _MIN_EXPONENT - 1)).clamp(0, _BINS - 1)
+        biased_exponent = size.square().view(torch.int32) >> 23
+        return (biased_exponent - (127 + 2 * _MIN_EXPONENT - 1)).clamp(0, _BINS - 1)
 
     return Metric((name,), "histogram", bin_index)
 

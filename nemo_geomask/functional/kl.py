@@ -24,7 +24,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from nemo_geomask.functional.entry import check_choice, check_layout
-from nemo_geomask.functional.ratios import k3, saturating_exp
+from nemo_geomask.functional.ratios import clamp, k3, saturating_exp
 
 __all__ = ["KLEstimator", "kl_estimate", "kl_penalty"]
 
@@ -120,5 +120,6 @@ def kl_penalty(
 
 
 def _clamp(x: Tensor, bound: float | None) -> Tensor:
-    """Return x clamped to ± ``bound``; None is no bound."""
-    return x if bound is None else x.clamp(-bound, bound)
+    """Return x clamped to ± ``bound``, with the gradient of x at the bound itself; None is no bound."""
+    # One unit of float32 beyond the bound, at which, unlike torch.clamp, this clamp has no gradient.
+    return x if bound is None else clamp(x, -bound * (1 + 2**-23), bound * (1 + 2**-23))

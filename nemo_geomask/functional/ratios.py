@@ -242,5 +242,5 @@ def filter_weight(log_ratio: Tensor, *, min: float | None, max: float | None) ->
 
 
 def _weight_out_of_bounds(log_ratio: Tensor, min: float | None, max: float | None) -> Tensor:
-    below, above = out_of_bounds(log_ratio, log_bound(min, default=-math.inf), log_bound(max, default=math.inf))
-    return below | above
+    # Half the time of two comparisons on a CPU.
+    return log_ratio.clamp(log_bound(min, default=-math.inf), log_bound(max, default=math.inf)) != log_ratio

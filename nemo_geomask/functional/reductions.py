@@ -21,8 +21,8 @@ _EPSILON = 1e-8  # as in NeMo-RL; the mean over no tokens is then 0 and not 0/0
 
 
 def inverse_count(count: Tensor) -> Tensor:
-    """Return ``1 / (count + 1e-8)``, in the shape of ``count``; finite for a count of 0."""
-    return (count + _EPSILON).reciprocal()
+    """Return ``1 / (count + 1e-8)``, in the shape of ``count``; finite for a count of 0, and 0 for one that is NaN."""
+    return (count + _EPSILON).reciprocal().nan_to_num(0.0)
 
 
 def token_coefficients(

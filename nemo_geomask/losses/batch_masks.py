@@ -15,7 +15,7 @@ from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig, MaskRule
 from nemo_geomask.data_keys import PREV_LOGPROBS
 from nemo_geomask.errors import MissingDataError
-from nemo_geomask.losses.batch import TokenBatch, read, take_padded
+from nemo_geomask.losses.batch import TokenBatch, read, report_invalid, take_padded
 from nemo_geomask.losses.correction import MismatchStatistics, request_mismatch
 from nemo_geomask.losses.rejection import PooledRule, find_removed, request_rules, rule_values
 from nemo_geomask.losses.sequence_stats import SequencePool, SequenceStats
@@ -30,7 +30,7 @@ class PooledBatch(NamedTuple):
     stats: SequenceStats
     mismatch: MismatchStatistics
     rules: list[PooledRule]
-    nonfinite_counts: list[Metric]  # one for each required tensor
+    invalid_counts: list[Metric]  # of non-finite values and of invalid values of the masks
 
 
 def pool_batch(
@@ -54,12 +54,13 @@ def pool_batch(
             )
         curr = data[PREV_LOGPROBS][:, 1:]
     requested = ("advantages", "prev", "gen") if config.needs_prev else ("advantages", "gen")
-    batch, nonfinite_counts = read(take_padded(curr, data, requested), PaddedSegments())
+    raw = take_padded(curr, data, requested)
+    batch = read(raw, PaddedSegments())
     pool = SequencePool(batch)
     mismatch = request_mismatch(pool, batch, config)
     pooled_rules = request_rules(pool, batch, rules)
     stats, _ = pool.reduce(config)
-    return PooledBatch(batch, stats, mismatch, pooled_rules, nonfinite_counts)
+    return PooledBatch(batch, stats, mismatch, pooled_rules, [*report_invalid(raw, batch)])
 
 
 @torch.no_grad()

@@ -118,4 +118,4 @@ def _weight_log_ratio(
 
 def count_saturated(log_ratio: Tensor, is_counted: Tensor) -> Tensor:
     """Return the number of counted log-ratios above the limit of ``saturating_exp``, 0-d float32."""
-    return ((log_ratio > F.LOG_RATIO_LIMIT) & is_counted).sum().float()
+    return ((log_ratio > F.LOG_RATIO_LIMIT) & is_counted).count_nonzero().float()

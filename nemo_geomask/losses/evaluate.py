@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
 from nemo_geomask.config.loss_settings import WEIGHT_MEAN
-from nemo_geomask.losses.batch import RawBatch, TokenBatch, read, zero_outside
+from nemo_geomask.losses.batch import RawBatch, TokenBatch, read, report_invalid, zero_outside
 from nemo_geomask.losses.batch_metrics import report_audit, report_batch, report_surrogate
 from nemo_geomask.losses.correction import correct, request_mismatch
 from nemo_geomask.losses.rejection import reject, request_rules
@@ -80,7 +80,7 @@ def _local_loss_and_metrics(
     global_toks: Tensor,
 ) -> tuple[Tensor, MetricSums]:
     """Return the loss and the metrics over this rank's tokens; arguments are those of :func:`evaluate`."""
-    batch, nonfinite_counts = read(raw, segments, config.ratio_anchor)
+    batch = read(raw, segments, config.ratio_anchor)
     inputs = SurrogateInputs(batch.curr, batch.surrogate_log_ratio, batch.advantages, config, options)
     pool = SequencePool(batch)
     variant_tensors = variant.pool(inputs) if variant.pool is not None else {}
@@ -92,7 +92,8 @@ def _local_loss_and_metrics(
     is_full = config.metrics == "full"
     metrics = MetricSums(stats.weight, stats.sample_mask, segments, is_full=is_full)
     metrics.add(reports)
-    metrics.add(nonfinite_counts, always=config.nonfinite == "raise")  # PolicyLoss raises if one is above 0
+    if is_full or config.nonfinite == "raise":
+        metrics.add(report_invalid(raw, batch), always=True)  # under `raise`, PolicyLoss raises if one is above 0
     metrics.add(report_batch(batch, stats, config, global_seqs))
     metrics.add(report_audit(batch, stats))
 
@@ -134,20 +135,27 @@ def _local_loss_and_metrics(
     normalizer: Normalizer = "tokens" if config.normalization == "tokens" else "sequences"
     divisor = global_toks if normalizer == "tokens" else global_seqs
     counts = torch.stack((global_seqs, global_toks))
-    num_invalid_counts = (~((counts >= 0) & (counts < torch.inf))).sum().float()
+    is_valid = (torch.cat((batch.mask_margins, counts)).amin() >= 0) & (counts.amax() < torch.inf)
     is_defined = (divisor > 0) | (stats.total_weight == 0)
-    loss = torch.where(is_defined & (num_invalid_counts + batch.num_invalid_mask_values == 0), loss, torch.nan)
+    loss = torch.where(is_defined & is_valid, loss, torch.nan)
 
     zero = torch.zeros_like(loss)
     nll_normalizer: Normalizer = "none" if config.positive_example_nll_normalization == "microbatch" else normalizer
     reports = [
         Metric(("loss",), "local_sum", lambda: loss, normalizer),
         Metric(("kl_penalty",), "local_sum", lambda: zero if kl is None else kl, normalizer),
-        Metric(("geomask/invalid_counts",), "shared_count", lambda: num_invalid_counts),
+        Metric(
+            ("geomask/invalid_counts",), "shared_count", lambda: (~((counts >= 0) & (counts < torch.inf))).sum().float()
+        ),
         Metric(("positive_nll_loss",), "local_sum", lambda: zero if nll is None else nll, nll_normalizer),
     ]
     metrics.add(reports)
     return loss, metrics
+
+
+def _count_invalid(counts: Tensor) -> Tensor:
+    """Return the number of global counts that are negative or not finite, 0-d float32."""
+    return (~((counts >= 0) & (counts < torch.inf))).sum().float()
 
 
 def _reference_kl(batch: TokenBatch, coefficient: Tensor, config: LossConfig) -> Tensor | None:

@@ -132,7 +132,7 @@ class PolicyLoss:
         The losses and metrics of the microbatches of a step add up (except minima and maxima). If there are trained
         tokens under a count of 0, if a count that is a tensor is negative or not finite, or if a mask holds a value
         that is NaN or not from 0 to 1, the loss is NaN. Its gradient is then 0, unless a count is NaN. The metrics
-        ``geomask/invalid_…`` count such values.
+        ``geomask/invalid_…`` count the calls with such values.
         Raises: MissingDataError: a tensor is missing. ShapeError: one has another shape or dtype. DataError: a global
         count is not a finite number of at least 0, or the settings need a pass over the whole batch before the step
         (:class:`~nemo_geomask.losses.PrestepPass`), which this batch has not had. NonFiniteError: a trained token has a
@@ -261,7 +261,7 @@ def _as_count(name: str, value: Count, device: torch.device) -> Tensor:
 
 
 def raise_if_nonfinite(metrics: Mapping[str, float]) -> None:
-    """Raise NonFiniteError if the metrics count non-finite values, or DataError if they count invalid mask values.
+    """Raise NonFiniteError if the metrics count non-finite values, or DataError if a mask holds invalid values.
 
     This reads the metrics, so the host waits for the device.
     """
@@ -282,10 +282,10 @@ def raise_if_nonfinite(metrics: Mapping[str, float]) -> None:
 
 
 def _raise_if_masks_invalid(metrics: Mapping[str, float]) -> None:
-    """Raise DataError if the metrics count values of masks that are NaN or not from 0 to 1; the host reads them."""
+    """Raise DataError if the metrics say that a mask holds values that are NaN or not from 0 to 1; the host reads."""
     for key in (TOKEN_MASK, "sample_mask"):
-        if count := metrics.get(f"geomask/invalid_{key}"):
+        if metrics.get(f"geomask/invalid_{key}"):
             raise DataError(
-                f"data['{key}'] holds {count:.0f} values that are NaN or not from 0 to 1; give 1 where to train, 0 "
-                "elsewhere, or a weight between them"
+                f"data['{key}'] holds values that are NaN or not from 0 to 1; give 1 where to train, 0 elsewhere, or a "
+                "weight between them"
             )

@@ -175,7 +175,7 @@ class OpenBatch:
         # A count is computed when it is read, and those of non-finite values matter under `raise` alone.
         counts = {
             metric.names[0]: float(metric.value())
-            for metric in batch.nonfinite_counts
+            for metric in batch.invalid_counts
             if config.nonfinite == "raise" or metric.names[0].startswith("geomask/invalid_")
         }
         raise_if_nonfinite(counts)

@@ -33,6 +33,7 @@ class SequenceStats(NamedTuple):
     trained_tokens: Tensor  # [S], summed token mask of the trained tokens
     # [S], summed token mask as the trainer passed it, before anything was dropped; None if no such counts are needed
     declared_tokens: Tensor | None
+    exclusion: Tensor  # token layout: 0 where is_trained, else infinity; keeps other tokens out of minima and maxima
 
     @property
     def is_empty(self) -> Tensor:
@@ -97,12 +98,13 @@ class SequencePool:
         ``geomask/dropped_sequences``.
         """
         batch, segments = self._batch, self._batch.segments
-        trained_mask = zero_outside(batch.is_trained, batch.token_mask)
+        trained_mask = batch.trained_mask
         sums = {"trained_tokens": trained_mask}
         if config.normalization == "sequences":
             sums["declared_tokens"] = batch.token_mask
         if config.nonfinite == "drop_sequence":
-            sums["nonfinite_tokens"] = batch.nonfinite_mask
+            # Above 0 at a token with a non-finite value, and at the tokens of sequences that are not trained at all.
+            sums["left_out"] = batch.left_out
         requested = self._pooled_requests(trained_mask)
         local_prefixes = self._local_prefixes()
         pooled = segments.pool(
@@ -112,20 +114,23 @@ class SequencePool:
         )
         prefixes = segments.global_prefix(local_prefixes, pooled)
 
+        is_trained, sample_mask = batch.is_trained, batch.sample_mask
         if config.nonfinite == "drop_sequence":
-            is_dropped = pooled.sums["nonfinite_tokens"] > 0
+            is_dropped = (pooled.sums["left_out"] > 0) & (sample_mask > 0)
+            is_trained = is_trained & segments.spread(~is_dropped)
+            sample_mask = zero_outside(~is_dropped, sample_mask)
         else:
             # drop_token: ``read`` has excluded the token itself. raise: ``PolicyLoss`` reads the counts and raises.
-            is_dropped = torch.zeros_like(batch.sample_mask, dtype=torch.bool)
-        sample_mask = torch.where(is_dropped, 0.0, batch.sample_mask)
+            is_dropped = torch.zeros_like(sample_mask, dtype=torch.bool)
         weight = trained_mask * segments.spread(sample_mask)
         stats = SequenceStats(
-            is_trained=weight > 0,
+            is_trained=is_trained,
             weight=weight,
             total_weight=weight.sum(),
             sample_mask=sample_mask,
-            trained_tokens=torch.where(is_dropped, 0.0, pooled.sums["trained_tokens"]),
+            trained_tokens=zero_outside(~is_dropped, pooled.sums["trained_tokens"]),
             declared_tokens=pooled.sums.get("declared_tokens"),
+            exclusion=torch.where(is_trained, weight.new_zeros(()), weight.new_full((), torch.inf)),
         )
         for index, (pooled_by, _, statistic) in enumerate(self._requests):
             statistic.value = _value(str(index), pooled_by, stats, is_dropped, pooled, prefixes)

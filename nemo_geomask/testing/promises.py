@@ -282,7 +282,7 @@ def _find_nan(loss: PolicyLoss, batch: Batch) -> str:
 def _find_nan_statistic(loss: PolicyLoss, batch: Batch) -> str:
     """Return which plugin's mask statistic is NaN at trained tokens, else ""; such tokens would silently be kept."""
     raw = take_padded(batch["curr"][:, 1:], batch, requested_tensors(loss.config))
-    tokens, _ = read(raw, PaddedSegments(), loss.config.ratio_anchor)
+    tokens = read(raw, PaddedSegments(), loss.config.ratio_anchor)
     for rule in loss.config.mask_rules:
         if rule.plugin_statistic is not None:
             values = rule.plugin_statistic.of(*tokens.compared_logprobs(rule.log_ratio))[tokens.is_trained]
