@@ -19,5 +19,8 @@ REFERENCE_POLICY_LOGPROBS = "reference_policy_logprobs"
 CURR_LOGPROBS_UNFILTERED = "curr_logprobs_unfiltered"
 """log π_θ [B, T − 1] before top-k and top-p were applied to the logits."""
 
+CURR_LOGPROBS_KEEP_MASK = "curr_logprobs_keep_mask"
+"""[B, T − 1]: nonzero at the tokens that the training engine's own top-k and top-p keep (NeMo-RL PR 3551)."""
+
 TOKEN_MASK = "token_mask"
 """[B, T]: nonzero at the tokens that are trained."""

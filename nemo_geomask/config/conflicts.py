@@ -124,6 +124,12 @@ def _shapes_unused_weight(key: str) -> Condition:
     return lambda s: not s.use_importance_sampling_correction and shapes_weight(s)
 
 
+def _shapes_weight_of_masks_only(key: str) -> Condition:
+    """Return a condition: ``key`` changes the weight, which ``is_correction_level: masks_only`` sets to 1."""
+    shapes_weight = _shapes_weight(key)
+    return lambda s: s.is_correction_level == "masks_only" and shapes_weight(s)
+
+
 def _bounds_without_type(*, low: bool, high: bool) -> Condition:
     """Return a condition: no truncation type is set, and of its bounds exactly those that are passed as True."""
     return lambda s: (
@@ -397,7 +403,36 @@ _CORRECTION = (
     ),
 )
 
+_MASKS_ONLY = (
+    *(
+        ConflictRule(
+            ("is_correction_level", key),
+            _shapes_weight_of_masks_only(key),
+            f"is_correction_level: masks_only has a weight of 1, which {key} would change; remove one of them",
+        )
+        for key in (_TYPE, "is_correction_batch_normalize")
+    ),
+    ConflictRule(
+        ("is_correction_level", "masks"),
+        lambda s: s.is_correction_level == "masks_only" and not s.mask_rules,
+        "is_correction_level: masks_only leaves the mismatch to the masks, but there is none; add a mask, or choose "
+        "another level",
+    ),
+)
+
 _KL_AND_NLL = (
+    ConflictRule(
+        ("kl_ratio_anchor", "use_on_policy_kl_approximation"),
+        lambda s: s.kl_ratio_anchor == "prev" and not (s.use_on_policy_kl_approximation and s.kl_coefficient),
+        "kl_ratio_anchor: prev weights the KL term by the policy ratio, but there is no such weight without "
+        "use_on_policy_kl_approximation: true and a KL term in the loss; set both, or remove kl_ratio_anchor",
+    ),
+    ConflictRule(
+        ("kl_tokens", "masks"),
+        lambda s: s.kl_tokens == "kept" and not (s.rules_in_loss and s.kl_coefficient),
+        "kl_tokens: kept restricts the KL term to what masks in the loss keep, but there is no such mask, or no KL "
+        "term; add one, or remove kl_tokens",
+    ),
     ConflictRule(
         ("reference_policy_kl_gradient", "use_kl_in_reward"),
         lambda s: s.reference_policy_kl_gradient is not None and s.use_kl_in_reward,
@@ -451,6 +486,7 @@ CONFLICTS: tuple[ConflictRule, ...] = (
     *_ANCHOR,
     *_TRUNCATION,
     *_CORRECTION,
+    *_MASKS_ONLY,
     *_KL_AND_NLL,
     *_PRESTEP,
 )

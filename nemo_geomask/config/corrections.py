@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from nemo_geomask.config.plugins import PluginGroup
 
@@ -42,11 +42,13 @@ class WeightLevel:
         log_weight: function of three float32 tensors of one shape: Δ = prev − gen of each token, the sum of Δ over the
             token's sequence, and the number of trained tokens in that sequence. It returns the logarithm of the weight,
             in the same shape.
+        over: ``turn`` if sum and number are those of the token's turn, the contiguous run of trained tokens.
         description: completes the sentence "The weight against the mismatch is …" of ``nemo-geomask check``.
     """
 
     log_weight: Callable[[Any, Any, Any], Any]
     description: str = ""
+    over: Literal["sequence", "turn"] = "sequence"
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,20 @@ def _plugin_group(cls: type[T], group: str, noun: str, key: str, *built_in: str)
 
 SIGNED = ("prob_diff", "binary_kl", "binary_kl_reverse", "binary_kl_max")
 """Built-in statistics that are negative where the token has become less likely; lower bounds on them are negative."""
-STATISTICS = _plugin_group(MaskStatistic, "mask_statistics", "statistic", "loss_fn.masks", "ratio", "k2", "k3", *SIGNED)
+STATISTICS = _plugin_group(
+    MaskStatistic, "mask_statistics", "statistic", "loss_fn.masks", "ratio", "ratio_abs", "k2", "k3", *SIGNED
+)
 LEVELS = _plugin_group(
-    WeightLevel, "weight_levels", "level", "loss_fn.is_correction_level", "token", "sequence", "sequence_mean"
+    WeightLevel,
+    "weight_levels",
+    "level",
+    "loss_fn.is_correction_level",
+    "token",
+    "turn",
+    "turn_mean",
+    "sequence",
+    "sequence_mean",
+    "masks_only",
 )
 TRUNCATIONS = _plugin_group(
     Truncation,

@@ -171,6 +171,18 @@ class LossFields(StrictModel):
     use_on_policy_kl_approximation: bool = _field(
         False, "Weight the KL estimate by the ratio to the generation engine.", formula="w = exp(curr − gen)"
     )
+    kl_ratio_anchor: Literal["gen", "prev"] = _field(
+        "gen",
+        "Policy that the weight of `use_on_policy_kl_approximation` is taken against. With k3 and no "
+        "`reference_policy_kl_gradient`, all of w·k3 is differentiated: an unbiased gradient of the KL.",
+        formula="gen: w = exp(curr − gen); prev: w = exp(curr − prev)",
+        source="TRL `use_bias_correction_kl`, slime `use_unbiased_kl`",
+    )
+    kl_tokens: Literal["trained", "kept"] = _field(
+        "trained",
+        "Tokens of the KL term: all that train, or those that the masks in the loss keep.",
+        source="prime-rl PR 2458; slime",
+    )
 
     # --- importance-sampling correction
     use_importance_sampling_correction: bool = _field(
@@ -182,9 +194,11 @@ class LossFields(StrictModel):
     is_correction_level: CorrectionLevel | None = _field(
         None,
         "Level of that weight, independent of the ratio's level. null: `sequence` under "
-        "`sequence_level_importance_ratios`, else `token`.",
-        formula="token exp(Δ_t); sequence exp(Σ_t Δ_t); sequence_mean exp(mean_t Δ_t); Δ = prev − gen",
-        source="NeMo-RL PR 2269",
+        "`sequence_level_importance_ratios`, else `token`. `masks_only`: the weight is 1 and the masks alone act, "
+        "where NeMo-RL requires `use_importance_sampling_correction: true`.",
+        formula="token exp(Δ_t); turn exp(Σ Δ) over the contiguous run of trained tokens, turn_mean exp(mean Δ); "
+        "sequence exp(Σ_t Δ_t); sequence_mean exp(mean_t Δ_t); Δ = prev − gen",
+        source="NeMo-RL PR 2269; turn: ROLL `train_infer_corrections.py`, SORL arXiv:2511.20718",
     )
     is_correction_batch_normalize: bool = _field(
         False,
@@ -208,6 +222,14 @@ class LossFields(StrictModel):
     )
 
     # --- rejection
+    drop_filtered_tokens: bool = _field(
+        False,
+        "For recipes that sample with top-k or top-p: leave a token out where the training engine's own filter removed "
+        "it, which NeMo-RL writes as a log-prob of exactly 0, beside an unsure sampler (gen < −0.001). "
+        "`curr_logprobs_keep_mask` of the batch, if there is one, is applied in any case. Such tokens have no weight, "
+        "mask, statistic, KL or surrogate; the denominators count them.",
+        source="NeMo-RL PRs 3551, 3778, 4154",
+    )
     masks: tuple[SerializeAsAny[MaskSpec], ...] = _field(
         (),
         "Rejection masks: a token trains if every mask keeps it. They act on the surrogate only. See "

@@ -63,13 +63,14 @@ class LossSettings(LossFields):
 
     @property
     def has_token_weights(self) -> bool:
-        """True if each token has its own weight, False if a sequence's tokens share one."""
-        return self.correction_level == "token" or self.plugin_level is not None
+        """True if the tokens of a sequence may have different weights, False if they share one."""
+        return self.correction_level in ("token", "turn", "turn_mean", "masks_only") or self.plugin_level is not None
 
     @property
     def applies_weight(self) -> bool:
         """True if the surrogate is multiplied by the weight against the mismatch."""
-        return self.use_importance_sampling_correction and self.ratio_anchor == "prev"
+        is_weighted = self.use_importance_sampling_correction and self.correction_level != "masks_only"
+        return is_weighted and self.ratio_anchor == "prev"
 
     @property
     def corrects_mismatch(self) -> bool:
@@ -81,7 +82,7 @@ class LossSettings(LossFields):
         """True if the loss reads ``prev_logprobs``."""
         if self.ratio_anchor == "prev" or self.force_on_policy_ratio:
             return not self.force_on_policy_ratio
-        reads_prev = any(rule.log_ratio != "total" for rule in self.mask_rules)
+        reads_prev = any(rule.log_ratio != "total" for rule in self.mask_rules) or self.kl_ratio_anchor == "prev"
         return reads_prev or self.needs_prestep_pass or self.use_kl_in_reward
 
     @property

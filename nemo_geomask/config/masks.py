@@ -20,7 +20,16 @@ from nemo_geomask.config.strict import StrictModel
 LogRatio = Literal["mismatch", "policy", "total"]
 Statistic = Annotated[str, STATISTICS]
 Level = Literal[
-    "token", "sequence", "sequence_mean", "sequence_max", "prefix_sum", "prefix_mean", "prefix_min", "prefix_max"
+    "token",
+    "turn",
+    "turn_mean",
+    "sequence",
+    "sequence_mean",
+    "sequence_max",
+    "prefix_sum",
+    "prefix_mean",
+    "prefix_min",
+    "prefix_max",
 ]
 When = Literal["always", "negative_advantage", "positive_advantage", "pushing"]
 
@@ -82,7 +91,7 @@ class MaskRule:
     @property
     def is_per_token(self) -> bool:
         """True if the rule judges tokens, False if it judges sequences."""
-        return self.level in ("token", "sequence_mean_size") or self.is_prefix
+        return self.level in ("token", "turn", "turn_mean", "sequence_mean_size") or self.is_prefix
 
     def implies(self, other: MaskRule) -> bool:
         """Return True if ``other`` keeps everything that this rule keeps, whatever the batch."""
@@ -179,8 +188,9 @@ class RawMask(MaskBase):
 
     log_ratio: LogRatio = Field(description="mismatch: prev - gen; policy: curr - prev; total: curr - gen.")
     level: Level = Field(
-        description="What the statistic is pooled over. sequence_max: every token must be within the bounds; prefix_…: "
-        "the sequence's tokens up to this one, which alone is kept or removed."
+        description="What the statistic is pooled over. sequence_max: every token must be within the bounds; turn "
+        "(sum), turn_mean: the contiguous run of trained tokens, which is kept or removed as a whole; prefix_…: the "
+        "sequence's tokens up to this one, which alone is kept or removed."
     )
     statistic: Statistic = Field(default="ratio", description="What is compared with the bounds.")
     min: float | None = Field(
@@ -221,7 +231,14 @@ class RawMask(MaskBase):
                     f"when: pushing needs a direction, which {self.statistic} does not have; choose ratio, prob_diff "
                     "or binary_kl"
                 )
-        if self._is_signed and self.level in ("sequence", "sequence_mean", "prefix_sum", "prefix_mean"):
+        if self._is_signed and self.level in (
+            "turn",
+            "turn_mean",
+            "sequence",
+            "sequence_mean",
+            "prefix_sum",
+            "prefix_mean",
+        ):
             raise ValueError(
                 f"level '{self.level}' pools {self.statistic}, whose signs cancel; choose token, sequence_max, "
                 "prefix_min or prefix_max"

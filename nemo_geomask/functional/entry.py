@@ -22,7 +22,7 @@ def check_dense(name: str, value: Tensor) -> None:
         value: refused if it is no tensor, a ``DTensor``, sparse, nested, quantized, or of a float8 or float4 dtype.
     """
     if not isinstance(value, Tensor):
-        raise ShapeError(f"{name} must be a tensor, but it is a {type(value).__name__}")
+        raise ShapeError(f"{name} must be a tensor, but it is {_describe_type(value)}")
     if hasattr(value, "full_tensor"):
         actual, remedy = "a DTensor", "pass value.full_tensor(), or this rank's shard value.to_local()"
     elif value.is_nested:
@@ -50,6 +50,9 @@ def check_layout(**tensors: Tensor | None) -> None:
     for name, value in tensors.items():
         if value is None:
             continue
+        if not isinstance(value, Tensor) or value.is_meta:
+            actual = "on the meta device, which holds no values" if isinstance(value, Tensor) else _describe_type(value)
+            raise ShapeError(f"{name} must be a float32 or float64 tensor, but it is {actual}")
         if value.dtype not in (torch.float32, torch.float64):
             raise ShapeError(f"{name} must be float32 or float64, but it is {value.dtype}; convert it by .float()")
         if not first:
@@ -62,6 +65,13 @@ def check_layout(**tensors: Tensor | None) -> None:
                 f"{name} must have as many dimensions as {first} {list(shape)}, each of the same size or 1, but it is "
                 f"{list(value.shape)}"
             )
+
+
+def _describe_type(value: object) -> str:
+    kind = type(value)
+    if kind.__module__ == "numpy":
+        return f"a NumPy {kind.__name__}; convert it by torch.as_tensor"
+    return f"a {kind.__name__}; convert it by torch.tensor" if isinstance(value, float | int) else f"a {kind.__name__}"
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:

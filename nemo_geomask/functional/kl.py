@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from nemo_geomask.functional.entry import check_choice, check_layout
@@ -121,5 +122,8 @@ def kl_penalty(
 
 def _clamp(x: Tensor, bound: float | None) -> Tensor:
     """Return x clamped to ± ``bound``, with the gradient of x at the bound itself; None is no bound."""
-    # One unit of float32 beyond the bound, at which, unlike torch.clamp, this clamp has no gradient.
-    return x if bound is None else clamp(x, -bound * (1 + 2**-23), bound * (1 + 2**-23))
+    if bound is None:
+        return x
+    # One unit beyond the bound, at which, unlike torch.clamp, this clamp has no gradient.
+    bound *= 1 + torch.finfo(x.dtype).eps
+    return clamp(x, -bound, bound)

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from nemo_geomask.errors import ArgumentError
 from nemo_geomask.functional.entry import check_choice, check_layout
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "binary_statistic",
     "clamp_weight",
     "filter_weight",
+    "interpolated_logprobs",
     "k3",
     "log_bound",
     "out_of_bounds",
@@ -36,7 +38,7 @@ LOG_RATIO_LIMIT = 40.0
 
 float32 overflows at 88.7, and the loss multiplies a ratio by a weight and an advantage and sums the products over
 thousands of tokens. With ratios of at most ``exp(40)``, finite inputs give a finite loss."""
-Statistic = Literal["ratio", "k2", "k3", "ratio_diff"]
+Statistic = Literal["ratio", "k2", "k3", "ratio_diff", "ratio_abs"]
 BinaryStatistic = Literal["prob_diff", "binary_kl", "binary_kl_reverse", "binary_kl_max"]
 
 
@@ -115,11 +117,12 @@ def token_statistic(log_ratio: Tensor, statistic: str) -> Tensor:
     ``ratio``      :math:`x`            log of the geometric mean of ρ; bounds are taken as logs
     ``k2``         :math:`x^2 / 2`      half the mean squared log-ratio
     ``k3``         :math:`e^x - 1 - x`  KL(sampler ‖ other) with tokens from the sampler
+    ``ratio_abs``  :math:`e^{|x|}`      the larger of ρ and 1/ρ
     ``ratio_diff`` :math:`e^x - 1`      its size :math:`|e^x - 1|`: twice the total variation
     ============== ==================== ==========================================================
 
     In a mean, positive and negative x cancel (the geometric mean of ρ = ¼, 1, 4 is 1); k2 and k3, which are
-    non-negative, don't. ``ratio_diff`` is constant where x > 40.
+    non-negative, don't. ``ratio_diff`` is constant where x > 40, and ``ratio_abs`` where abs(x) > 40.
 
     Args:
         log_ratio: x, any shape, float32 or float64.
@@ -128,7 +131,7 @@ def token_statistic(log_ratio: Tensor, statistic: str) -> Tensor:
     Returns: same shape and dtype, nats (k2: nats²).
     Raises: ArgumentError: an unknown statistic. ShapeError: half precision or integers.
     Source: Schulman, "Approximating KL divergence" (2020); trust-region masking, arXiv:2512.23075; ``ratio_diff``:
-    VACO, arXiv:2603.01365, as in open-instruct PR 1681.
+    VACO, arXiv:2603.01365, as in open-instruct PR 1681; ``ratio_abs``: NeMo-RL PR 4171.
     """
     check_choice("statistic", statistic, get_args(Statistic))
     check_layout(log_ratio=log_ratio)
@@ -136,6 +139,8 @@ def token_statistic(log_ratio: Tensor, statistic: str) -> Tensor:
         return log_ratio
     if statistic == "k2":
         return log_ratio.square() / 2
+    if statistic == "ratio_abs":
+        return saturating_exp(log_ratio.abs())
     if statistic == "ratio_diff":
         return torch.expm1(clamp(log_ratio, -math.inf, LOG_RATIO_LIMIT))
     return k3(log_ratio)
@@ -203,6 +208,31 @@ def _log_complement(log_p: Tensor) -> Tensor:
     return torch.where(log_p > -math.log(2.0), torch.log(-torch.expm1(log_p)), torch.log1p(-log_p.exp()))
 
 
+def interpolated_logprobs(old: Tensor, curr: Tensor, *, version: Tensor | int, sampled_at: Tensor) -> Tensor:
+    r"""Return log-probs of A-3PO's proximal policy, between the policy that sampled and the current one.
+
+    .. math:: \log\pi_{prox} = \log\pi_b + \alpha\,(\log\pi_\theta - \log\pi_b), \qquad
+        \alpha = \mathrm{clamp}\Bigl(\frac{v_\theta - 1 - v_b}{v_\theta - v_b}, 0, 1\Bigr)
+
+    In place of ``prev_logprobs``, they save the pass of the training engine over stale samples.
+
+    Args:
+        old: log π_b of the sampled tokens, any shape, float32 or float64.
+        curr: log π_θ, same shape.
+        version: v_θ, number of updates behind the current policy.
+        sampled_at: v_b, number of updates behind the policy that sampled each token, broadcastable to ``old``; where it
+            is v_θ or more, α is 0.
+
+    Returns: same shape, without gradient.
+    Raises: ShapeError: half precision, integers, or shapes that don't fit.
+    Source: A-3PO, arXiv:2512.06547; AReaL ``prox_logp_method: loglinear``.
+    """
+    check_layout(old=old, curr=curr)
+    lag = (version - sampled_at).to(old.dtype)
+    alpha = torch.where(lag > 0, ((lag - 1) / lag.clamp(min=1.0)).clamp(0.0, 1.0), 0.0)
+    return (old + alpha * (curr - old)).detach()
+
+
 class Weight(NamedTuple):
     """Importance-sampling weight after truncation, and where its bounds took effect."""
 
@@ -222,7 +252,7 @@ def clamp_weight(log_ratio: Tensor, *, min: float | None, max: float | None) -> 
 
     Returns: the weight, and where x was out of bounds. For x above 40 the weight is ``exp(40)``, or ``max`` if that is
     smaller.
-    Raises: ShapeError: half precision or integers.
+    Raises: ShapeError: half precision or integers. ArgumentError: ``min`` exceeds ``max``.
     Source: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025); NeMo-RL
     ``truncated_importance_sampling_type: tis``.
     """
@@ -242,5 +272,7 @@ def filter_weight(log_ratio: Tensor, *, min: float | None, max: float | None) ->
 
 
 def _weight_out_of_bounds(log_ratio: Tensor, min: float | None, max: float | None) -> Tensor:
+    if min is not None and max is not None and min > max:
+        raise ArgumentError(f"min ({min}) exceeds max ({max}), so that no weight is within the bounds; swap them")
     # Half the time of two comparisons on a CPU.
     return log_ratio.clamp(log_bound(min, default=-math.inf), log_bound(max, default=math.inf)) != log_ratio

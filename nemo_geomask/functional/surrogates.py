@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nemo_geomask.errors import ArgumentError
 from nemo_geomask.functional.entry import check_layout
 from nemo_geomask.functional.ratios import log_bound, saturating_exp
 
@@ -29,6 +30,7 @@ __all__ = [
     "score_function",
     "soft_gate",
     "straight_through_ratio",
+    "tapered",
     "unclipped",
 ]
 
@@ -78,11 +80,17 @@ def clipped(
         dual_clip: c > 1, or None.
 
     Returns: the surrogate; the lower clip decides only where A < 0, the upper one where A > 0.
-    Raises: ShapeError.
+    Raises: ShapeError. ArgumentError: a bound is out of its range.
     Source: PPO arXiv:1707.06347 eq. 7; asymmetric bounds DAPO arXiv:2503.14476 eq. 10; dual clip
     arXiv:1912.09729 eq. 5; GSPO arXiv:2507.18071 eq. 5.
     """
     check_layout(log_ratio=log_ratio, advantages=advantages)
+    if not (clip_min >= 0 and clip_max >= 0):
+        raise ArgumentError(
+            f"clip_min and clip_max are distances from 1 of at least 0, but they are {clip_min} and {clip_max}"
+        )
+    if dual_clip is not None and not dual_clip > 1:
+        raise ArgumentError(f"dual_clip must be above 1, or None, but it is {dual_clip}")
     ratio = saturating_exp(log_ratio)
     # The clipped ratio has no gradient where it decides, and inside the bounds it equals the ratio.
     clipped_ratio = ratio.detach().clamp(1.0 - clip_min, 1.0 + clip_max)
@@ -189,6 +197,27 @@ def gamma_weight(
     k = _where(advantages < 0, k_neg, k_pos, like=log_ratio)
     lambda_ = _where(advantages < 0, lambda_neg, lambda_pos, like=log_ratio)
     weight = torch.exp(lambda_ * (1 - ratio) + k * log_ratio)
+    return Surrogate(-weight * advantages * curr, ratio, ratio)
+
+
+def tapered(sequence_log_ratio: Tensor, curr: Tensor, advantages: Tensor) -> Surrogate:
+    r"""Return TOPR's surrogate: REINFORCE, with the sequence's ratio W as a weight of at most 1 where A < 0.
+
+    .. math:: \ell_t = -w\,A_t \log\pi_\theta(y_t),\qquad
+        w = 1 \text{ where } A_t > 0,\; \mathrm{sg}\bigl(\min(W, 1)\bigr) \text{ elsewhere}
+
+    Args:
+        sequence_log_ratio: log W, the sum over the sequence, repeated for each of its tokens; float32 or float64.
+        curr: log π_θ of the sampled tokens, same shape.
+        advantages: A, same shape.
+
+    Returns: the surrogate; its ratio is W.
+    Raises: ShapeError.
+    Source: TOPR, arXiv:2503.14286, whose weight depends on the sign of the reward.
+    """
+    check_layout(curr=curr, sequence_log_ratio=sequence_log_ratio, advantages=advantages)
+    ratio = saturating_exp(sequence_log_ratio.detach())
+    weight = torch.where(advantages > 0, 1.0, ratio.clamp(max=1.0))
     return Surrogate(-weight * advantages * curr, ratio, ratio)
 
 

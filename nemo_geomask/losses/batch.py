@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nemo_geomask.config import LossConfig
 from nemo_geomask.data_keys import (
+    CURR_LOGPROBS_KEEP_MASK,
     CURR_LOGPROBS_UNFILTERED,
     GENERATION_LOGPROBS,
     PREV_LOGPROBS,
@@ -36,6 +37,7 @@ BATCH_KEYS = {
     "gen": GENERATION_LOGPROBS,
     "ref": REFERENCE_POLICY_LOGPROBS,
     "unfiltered": CURR_LOGPROBS_UNFILTERED,
+    "keep_mask": CURR_LOGPROBS_KEEP_MASK,
     "rewards": "rewards",
     "metrics_ref": REFERENCE_POLICY_LOGPROBS,
     "audited_prev": PREV_LOGPROBS,
@@ -44,7 +46,9 @@ BATCH_KEYS = {
 
 ``metrics_ref`` and ``audited_prev`` are optional reads of the same keys as ``ref`` and ``prev``, for metrics only.
 """
-_OPTIONAL = ("unfiltered", "rewards", "metrics_ref", "audited_prev")
+_OPTIONAL = ("unfiltered", "rewards", "metrics_ref", "audited_prev", "keep_mask")
+_UNSURE = -1e-3
+"""Log-prob of the sampler below which a log-prob of exactly 0 of the trainer is that of a filtered token."""
 
 
 class RawBatch(NamedTuple):
@@ -82,7 +86,9 @@ class TokenBatch(NamedTuple):
     advantages: Tensor  # A
     rewards: Tensor | None  # [S]
     audited_prev: Tensor | None  # log π_old of the sequences in audit_fraction, NaN at others; None without an audit
-    token_mask: Tensor  # as the trainer passed it, in float32
+    token_mask: Tensor  # as the trainer passed it, in float32, 0 at filtered tokens
+    declared_mask: Tensor  # the same, before filtered tokens were left out
+    filtered_mask: Tensor | None  # the difference of the two; None if no token is looked at
     sample_mask: Tensor  # [S], as the trainer passed it, clamped to [0, 1], with 0 for NaN
     trained_mask: Tensor  # token mask where is_trained, else 0
     left_out: Tensor  # token mask minus trained_mask
@@ -107,9 +113,10 @@ class TokenBatch(NamedTuple):
 def requested_tensors(config: LossConfig) -> tuple[str, ...]:
     """Return the names, among :data:`BATCH_KEYS`, of the tensors that a configuration reads.
 
-    A batch may lack ``unfiltered``, ``rewards``, ``metrics_ref`` and ``audited_prev``; the others are required.
+    A batch may lack ``unfiltered``, ``rewards``, ``metrics_ref``, ``audited_prev`` and ``keep_mask``; the others are
+    required.
     """
-    names = ["advantages", "gen"]
+    names = ["advantages", "gen", "keep_mask"]
     if config.needs_prev:
         names.append("prev")
     if config.kl_coefficient:
@@ -206,7 +213,12 @@ def _take(
         if isinstance(data.get(key), Tensor):
             check_dense(f"data['{key}']", data[key])
         if key not in data:
-            raise MissingDataError(f"data['{key}'] is missing; the configured loss needs it as a tensor {list(shape)}")
+            remedy = (
+                "; without a reference policy, set reference_policy_kl_penalty: 0" if key == BATCH_KEYS["ref"] else ""
+            )
+            raise MissingDataError(
+                f"data['{key}'] is missing; the configured loss needs it as a tensor {list(shape)}{remedy}"
+            )
         value = data[key]
         if not isinstance(value, Tensor) or value.shape != shape:
             actual = f"{list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -216,13 +228,13 @@ def _take(
         value = value if value.device == device else value.to(device)
         return value.detach() if value.requires_grad and key != BATCH_KEYS["unfiltered"] else value
 
-    special_shapes = {"unfiltered": curr.shape, "rewards": sequence_shape}
+    special_shapes = {"unfiltered": curr.shape, "keep_mask": curr.shape, "rewards": sequence_shape}
     tensors = {}
     for name in requested:
         key = BATCH_KEYS[name]
         if name in _OPTIONAL and data.get(key) is None:
             continue
-        is_logprob = name not in ("advantages", "rewards")
+        is_logprob = name not in ("advantages", "rewards", "keep_mask")
         tensors[name] = checked(key, special_shapes.get(name, token_shape), logprobs=is_logprob)
     return RawBatch(curr, checked(TOKEN_MASK, token_shape), checked("sample_mask", sequence_shape), tensors)
 
@@ -239,7 +251,9 @@ def zero_outside(mask: Tensor, values: Tensor) -> Tensor:
     return torch.where(mask, values, values.new_zeros(()))
 
 
-def read(raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "prev") -> TokenBatch:
+def read(
+    raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "prev", *, drop_filtered: bool = False
+) -> TokenBatch:
     """Convert a batch to float32, with 0 in place of the values at tokens that are not trained.
 
     A token with a non-finite value in any required tensor or in the unfiltered log-probs is not trained.
@@ -250,11 +264,17 @@ def read(raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "pr
         raw: the microbatch as the trainer passed it.
         segments: assigns tokens to sequences.
         anchor: denominator of the policy ratio, ``ratio_anchor`` of the settings.
+        drop_filtered: leave out tokens that the training engine's own top-k and top-p removed; see
+            :func:`_find_filtered`. The batch's ``keep_mask`` is applied in any case.
     """
     curr, token_mask = raw.curr.float(), raw.token_mask.float()
     sample_mask = raw.sample_mask.float().clamp(0.0, 1.0).nan_to_num(0.0)
     checked = _checked_values(raw)
-    unfiltered, rewards, metrics_ref, audited_prev = (raw.tensors.get(name) for name in _OPTIONAL)
+    unfiltered, rewards, metrics_ref, audited_prev, _ = (raw.tensors.get(name) for name in _OPTIONAL)
+    declared_mask, filtered_mask = token_mask, None
+    if (is_filtered := _find_filtered(raw, drop_filtered)) is not None:
+        token_mask = zero_outside(~is_filtered, token_mask)
+        filtered_mask = declared_mask - token_mask
     # NaN and infinity survive every sum, so one test covers all tensors.
     sum_of_values = token_mask
     for value in checked.values():
@@ -283,13 +303,32 @@ def read(raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "pr
         rewards=None if rewards is None else rewards.float(),
         audited_prev=None if audited_prev is None else audited_prev.float(),
         token_mask=token_mask,
+        declared_mask=declared_mask,
+        filtered_mask=filtered_mask,
         sample_mask=sample_mask,
         trained_mask=trained_mask,
         left_out=token_mask - trained_mask,
-        mask_margins=_mask_margins(token_mask, raw.sample_mask.float()),
+        mask_margins=_mask_margins(declared_mask, raw.sample_mask.float()),
         is_trained=is_trained,
         segments=segments,
     )
+
+
+def _find_filtered(raw: RawBatch, drop_filtered: bool) -> Tensor | None:
+    """Return the tokens that the training engine's own top-k and top-p removed; None if nothing is known of them.
+
+    NeMo-RL sets their log-prob to exactly 0 (``mask_out_neg_inf_logprobs``). A token of which both engines are sure has
+    a log-prob of 0, too; it is not filtered.
+    """
+    keep_mask = raw.tensors.get("keep_mask")
+    is_filtered = None if keep_mask is None else keep_mask == 0
+    if drop_filtered:
+        is_zero = raw.curr.detach() == 0
+        if "prev" in raw.tensors:
+            is_zero = is_zero | (raw.tensors["prev"] == 0)
+        is_zero = is_zero & (raw.tensors["gen"] < _UNSURE)
+        is_filtered = is_zero if is_filtered is None else is_filtered | is_zero
+    return is_filtered
 
 
 def _checked_values(raw: RawBatch) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ def pool_batch(
         curr = data[PREV_LOGPROBS][:, 1:]
     requested = ("advantages", "prev", "gen") if config.needs_prev else ("advantages", "gen")
     raw = take_padded(curr, data, requested)
-    batch = read(raw, PaddedSegments())
+    batch = read(raw, PaddedSegments(), drop_filtered=config.drop_filtered_tokens)
     pool = SequencePool(batch)
     mismatch = request_mismatch(pool, batch, config)
     pooled_rules = request_rules(pool, batch, rules)

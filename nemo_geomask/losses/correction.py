@@ -10,27 +10,41 @@ from torch import Tensor
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
 from nemo_geomask.losses.batch import TokenBatch, zero_outside
-from nemo_geomask.losses.sequence_stats import PooledStatistic, SequencePool, SequenceStats
+from nemo_geomask.losses.sequence_stats import PooledBy, PooledStatistic, SequencePool, SequenceStats
 from nemo_geomask.metrics import Metric, Reduction
 
 
 class MismatchStatistics(NamedTuple):
     """Statistics of the mismatch log-ratio that the weight needs; None where its settings need none."""
 
-    at_level: PooledStatistic | None  # mean for the level sequence_mean, sum for sequence and for a plugin's level
+    at_level: (
+        PooledStatistic | None
+    )  # as _POOLED_BY has it, the sum for a plugin's level; None for token and masks_only
     mean: PooledStatistic | None  # for truncation seq-mask-tis, whatever the level
+    tokens: PooledStatistic | None = None  # number of trained tokens of the turn, for a plugin's level over turns
+
+
+_POOLED_BY: dict[str, PooledBy] = {
+    "turn": "turn_sum",
+    "turn_mean": "turn_mean",
+    "sequence": "sum",
+    "sequence_mean": "mean",
+}
+"""How the mismatch is pooled, for each level of the weight but ``token`` and ``masks_only``."""
 
 
 def request_mismatch(pool: SequencePool, batch: TokenBatch, config: LossConfig) -> MismatchStatistics:
     """Request the statistics that :func:`correct` needs."""
     if not config.knows_prev:
         return MismatchStatistics(None, None)
-    level = config.correction_level
-    needs_mean = level == "sequence_mean" or config.truncation == "seq-mask-tis"
-    mean = pool.request(batch.mismatch, "mean") if needs_mean else None
-    if level in ("token", "sequence_mean"):
-        return MismatchStatistics(None if level == "token" else mean, mean)
-    return MismatchStatistics(pool.request(batch.mismatch, "sum"), mean)
+    level, plugin = config.correction_level, config.plugin_level
+    mean = pool.request(batch.mismatch, "mean") if config.truncation == "seq-mask-tis" else None
+    if level in ("token", "masks_only"):
+        return MismatchStatistics(None, mean)
+    if plugin is not None and plugin.over == "turn":
+        tokens = pool.request(torch.ones_like(batch.mismatch), "turn_sum")
+        return MismatchStatistics(pool.request(batch.mismatch, "turn_sum"), mean, tokens)
+    return MismatchStatistics(pool.request(batch.mismatch, _POOLED_BY.get(level, "sum")), mean)
 
 
 def correct(
@@ -44,6 +58,8 @@ def correct(
     level             Δ
     ================= ============================================
     ``token``         prev_t − gen_t
+    ``turn``          Σ m (prev − gen) over its turn
+    ``turn_mean``     the same divided by Σ m over it
     ``sequence``      Σ_t m_t (prev_t − gen_t)
     ``sequence_mean`` the same divided by Σ_t m_t
     a plugin's        its function of token, sum and count
@@ -105,13 +121,18 @@ def correct(
 def _weight_log_ratio(
     batch: TokenBatch, stats: SequenceStats, mismatch: MismatchStatistics, config: LossConfig
 ) -> Tensor:
-    """Return Δ of :func:`correct`: token layout at the level ``token`` and a plugin's level, else [S]."""
+    """Return Δ of :func:`correct`: token layout if ``config.has_token_weights``, else [S]."""
     if mismatch.at_level is None:
         return batch.mismatch
     pooled, spread = mismatch.at_level.value, batch.segments.spread
     if config.plugin_level is not None:
-        log_ratio: Tensor = config.plugin_level.log_weight(batch.mismatch, spread(pooled), spread(stats.trained_tokens))
+        sums = (spread(pooled), spread(stats.trained_tokens))
+        if mismatch.tokens is not None:
+            sums = (pooled.float(), mismatch.tokens.value.float())
+        log_ratio: Tensor = config.plugin_level.log_weight(batch.mismatch, *sums)
         return zero_outside(stats.is_trained, log_ratio).detach()
+    if config.has_token_weights:
+        return zero_outside(stats.is_trained, pooled.float())
     # At the level sequence, NeMo-RL multiplies the exponent by the sample mask, which may be fractional.
     return pooled * stats.sample_mask if config.correction_level == "sequence" else pooled
 

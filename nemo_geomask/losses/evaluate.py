@@ -80,7 +80,7 @@ def _local_loss_and_metrics(
     global_toks: Tensor,
 ) -> tuple[Tensor, MetricSums]:
     """Return the loss and the metrics over this rank's tokens; arguments are those of :func:`evaluate`."""
-    batch = read(raw, segments, config.ratio_anchor)
+    batch = read(raw, segments, config.ratio_anchor, drop_filtered=config.drop_filtered_tokens)
     inputs = SurrogateInputs(batch.curr, batch.surrogate_log_ratio, batch.advantages, config, options)
     pool = SequencePool(batch)
     variant_tensors = variant.pool(inputs) if variant.pool is not None else {}
@@ -92,6 +92,9 @@ def _local_loss_and_metrics(
     is_full = config.metrics == "full"
     metrics = MetricSums(stats.weight, stats.sample_mask, segments, is_full=is_full)
     metrics.add(reports)
+    if batch.filtered_mask is not None:
+        filtered = batch.filtered_mask * segments.spread(batch.sample_mask)
+        metrics.add([Metric(("geomask/filtered_tokens",), "token_sum", lambda: filtered.sum())])
     if is_full or config.nonfinite == "raise":
         metrics.add(report_invalid(raw, batch), always=True)  # under `raise`, PolicyLoss raises if one is above 0
     metrics.add(report_batch(batch, stats, config, global_seqs))
@@ -124,7 +127,10 @@ def _local_loss_and_metrics(
         constant=config.loss_normalization_constant,
     )
     loss = (coefficient * token_loss).sum()
-    kl = _reference_kl(batch, coefficient, config)
+    kl_coefficient = coefficient
+    if kept is not None and config.kl_tokens == "kept":
+        kl_coefficient = zero_outside(kept, coefficient)
+    kl = _reference_kl(batch, kl_coefficient, config)
     if kl is not None:
         loss = loss + config.kl_coefficient * kl
     nll = _positive_nll(batch, stats, coefficient, config)
@@ -166,7 +172,7 @@ def _reference_kl(batch: TokenBatch, coefficient: Tensor, config: LossConfig) ->
         curr=batch.curr_kl,
         ref=batch.ref,
         prev=batch.gen if config.ratio_anchor == "gen" else batch.prev,
-        gen=batch.gen,
+        gen=batch.prev if config.kl_ratio_anchor == "prev" else batch.gen,
         value=config.reference_policy_kl_type,
         gradient=config.reference_policy_kl_gradient,
         importance_weighted=config.use_on_policy_kl_approximation,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ _POOLED_BY: dict[str, PooledBy] = {
     "prefix_mean": "prefix_mean",
     "prefix_min": "prefix_min",
     "prefix_max": "prefix_max",
+    "turn": "turn_sum",
+    "turn_mean": "turn_mean",
 }
 """How token values are pooled, for each level whose rules compare one statistic with both bounds.
 
@@ -149,7 +151,7 @@ def _token_values(batch: TokenBatch, rule: MaskRule) -> Tensor:
     if rule.plugin_statistic is not None:
         values: Tensor = rule.plugin_statistic.of(*batch.compared_logprobs(rule.log_ratio))
         return zero_outside(batch.is_trained, values)
-    if rule.statistic in ("ratio", "k2", "k3", "ratio_diff"):
+    if rule.statistic in get_args(F.Statistic):
         return F.token_statistic(batch.detached_log_ratio(rule.log_ratio), rule.statistic)
     return F.binary_statistic(*batch.compared_logprobs(rule.log_ratio), rule.statistic)
 

@@ -16,8 +16,10 @@ from nemo_geomask.losses.batch import TokenBatch, zero_outside
 from nemo_geomask.metrics import Metric
 from nemo_geomask.segments import Pooled, Prefix
 
-PooledBy = Literal["sum", "mean", "min", "max", "prefix_sum", "prefix_mean", "prefix_min", "prefix_max"]
-"""How token values are pooled: over the sequence, or over each token's prefix, the token included."""
+PooledBy = Literal[
+    "sum", "mean", "min", "max", "prefix_sum", "prefix_mean", "prefix_min", "prefix_max", "turn_sum", "turn_mean"
+]
+"""How token values are pooled: over the sequence, over each token's prefix (the token included), or over its turn."""
 
 
 class SequenceStats(NamedTuple):
@@ -45,7 +47,7 @@ class PooledStatistic:
     """Statistic of each sequence, or of each prefix, that a part of the loss has requested.
 
     Attributes:
-        value: set by :meth:`SequencePool.reduce`. [S], or float64 in token layout for a statistic of prefixes.
+        value: set by :meth:`SequencePool.reduce`. [S], or float64 in token layout for a statistic of prefixes or turns.
     """
 
     value: Tensor
@@ -72,6 +74,7 @@ class SequencePool:
         ``mean``                     :math:`\sum_t m_t x_t / \sum_t m_t`              0
         ``min``, ``max``             over trained tokens                              :math:`\pm\infty`
         ``prefix_sum``, ``prefix_…`` over the trained tokens up to and including each –
+        ``turn_sum``, ``turn_mean``  as ``sum`` and ``mean``, over the token's turn   0
         ============================ ================================================ ==================
 
         Args:
@@ -101,18 +104,23 @@ class SequencePool:
         trained_mask = batch.trained_mask
         sums = {"trained_tokens": trained_mask}
         if config.normalization == "sequences":
-            sums["declared_tokens"] = batch.token_mask
+            sums["declared_tokens"] = batch.declared_mask
         if config.nonfinite == "drop_sequence":
             # Above 0 at a token with a non-finite value, and at the tokens of sequences that are not trained at all.
             sums["left_out"] = batch.left_out
         requested = self._pooled_requests(trained_mask)
         local_prefixes = self._local_prefixes()
+        turn_tensors = self._turn_requests()
+        # Tokens that the masks train but a value or a filter removes are members: they don't split a turn.
+        turns = segments.turns(batch.declared_mask > 0) if turn_tensors else None
+        local_turns = Prefix(Pooled({}, {}, {})) if turns is None else segments.turn_sums(turns, turn_tensors)
         pooled = segments.pool(
-            sums | requested.sums | local_prefixes.run_totals.sums,
+            sums | requested.sums | local_prefixes.run_totals.sums | local_turns.run_totals.sums,
             requested.lowest | local_prefixes.run_totals.lowest,
             requested.highest | local_prefixes.run_totals.highest,
         )
         prefixes = segments.global_prefix(local_prefixes, pooled)
+        turn_sums = {} if turns is None else segments.global_turn_sums(turns, local_turns, pooled)
 
         is_trained, sample_mask = batch.is_trained, batch.sample_mask
         if config.nonfinite == "drop_sequence":
@@ -133,7 +141,11 @@ class SequencePool:
             exclusion=torch.where(is_trained, weight.new_zeros(()), weight.new_full((), torch.inf)),
         )
         for index, (pooled_by, _, statistic) in enumerate(self._requests):
-            statistic.value = _value(str(index), pooled_by, stats, is_dropped, pooled, prefixes)
+            if pooled_by == "turn_sum" or pooled_by == "turn_mean":
+                divisor = turn_sums[_TURN_TOKENS] if pooled_by == "turn_mean" else None
+                statistic.value = _turn_value(turn_sums[str(index)], divisor)
+            else:
+                statistic.value = _value(str(index), pooled_by, stats, is_dropped, pooled, prefixes)
         self._requests.clear()
         return stats, [
             Metric(("num_valid_samples",), "shared_count", batch.sample_mask.sum),
@@ -156,6 +168,16 @@ class SequencePool:
                 tensors.highest[str(index)] = torch.where(is_trained, values, -torch.inf)
         return tensors
 
+    def _turn_requests(self) -> dict[str, Tensor]:
+        """Return token tensors for the requests over turns, keyed by the request's index; empty without such."""
+        trained_mask = self._batch.trained_mask
+        tensors = {
+            str(index): values * trained_mask
+            for index, (pooled_by, values, _) in enumerate(self._requests)
+            if pooled_by in ("turn_sum", "turn_mean")
+        }
+        return tensors | {_TURN_TOKENS: trained_mask} if tensors else tensors
+
     def _local_prefixes(self) -> Prefix:
         """Return the statistics of prefixes over this rank's tokens, keyed by the request's index."""
         is_trained = self._batch.is_trained
@@ -170,6 +192,14 @@ class SequencePool:
             if pooled_by == "prefix_mean":
                 tensors.sums["trained_so_far"] = is_trained.float()
         return self._batch.segments.prefix(*tensors) if any(tensors) else Prefix(tensors)
+
+
+_TURN_TOKENS = "trained_tokens_of_turn"
+
+
+def _turn_value(total: Tensor, divisor: Tensor | None) -> Tensor:
+    """Return the sum over the turn, or its mean if ``divisor`` has the number of the turn's trained tokens."""
+    return total if divisor is None else total / torch.where(divisor == 0, 1.0, divisor)
 
 
 def _value(

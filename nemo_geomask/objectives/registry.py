@@ -22,6 +22,7 @@ BUILT_IN = {
         "ipo": "probability_bounds",
         "vespo": "vespo",
         "dro": "dro",
+        "topr": "topr",
     }.items()
 }
 """This package's entry points, the same as in pyproject.toml."""

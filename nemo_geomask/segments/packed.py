@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_geomask.errors import ArgumentError, RanksDisagreeError, ShapeError
 from nemo_geomask.segments import packed_reductions as reductions
-from nemo_geomask.segments.padded import NO_TENSORS, Pooled, Prefix, Segments, TensorMap
+from nemo_geomask.segments.padded import NO_TENSORS, Pooled, Prefix, Segments, TensorMap, Turns, find_turns
 from nemo_geomask.segments.rank_comparison import PackedShape, checksum, compare_packings
 
 _COMBINE: tuple[tuple[Callable[[Tensor, Tensor], Tensor], float], ...] = (
@@ -102,9 +102,7 @@ class PackedTokens(Segments):
         element elsewhere, so that :meth:`pool` reduces it to the run's total. Each tensor thus adds [2·ranks, S] to a
         collective of :meth:`pool`.
         """
-        is_second = self._is_in_second_run()
-        position = torch.arange(self._ids.numel(), device=self._ids.device)
-        position = position - torch.where(is_second, self.spread(self._splits), self.spread(self._offsets[:-1]))
+        is_second, position = self._is_in_second_run(), self._place_in_run()
         held_runs = {self._runs.first: ~is_second, self._runs.second: is_second}
         local, run_totals = Pooled({}, {}, {}), Pooled({}, {}, {})
         for tensors, (combine, neutral_value), scanned, totals in zip(
@@ -138,8 +136,63 @@ class PackedTokens(Segments):
                 combined[name] = combine(value, torch.where(is_second, before_second, before_first))
         return over_ranks
 
+    def turns(self, is_member: Tensor) -> Turns:
+        """See :meth:`Segments.turns`."""
+        return find_turns(is_member, self._place_in_run() == 0)
+
+    def turn_sums(self, turns: Turns, sums: TensorMap) -> Prefix:
+        """See :meth:`Segments.turn_sums`.
+
+        For each run of all ranks, the run totals have the sums of the pieces at both of its ends, which turns that
+        cross ranks are put together from, and once the number of tokens that are no members.
+        """
+        local = super().turn_sums(turns, sums)
+        if not self.groups:
+            return local
+        is_second = self._is_in_second_run()
+        held_runs = {self._runs.first: ~is_second, self._runs.second: is_second}
+        values = {_OTHERS: (~turns.is_member).double()}
+        for name, value in local.local.sums.items():
+            values |= {f"{name} at the start": torch.where(turns.is_first, value, 0.0)}
+            values |= {f"{name} at the end": torch.where(turns.is_last, value, 0.0)}
+        zero = torch.zeros((), dtype=torch.float64, device=is_second.device)
+        totals = {
+            _run_key(name, run): torch.where(held_runs[run], value, zero) if run in held_runs else zero
+            for name, value in values.items()
+            for run in range(self._runs.total)
+        }
+        return local._replace(run_totals=Pooled(totals, {}, {}))
+
+    def global_turn_sums(self, turns: Turns, local: Prefix, pooled: Pooled) -> dict[str, Tensor]:
+        """See :meth:`Segments.global_turn_sums`: add to a piece what other runs have of its turn."""
+        if not self.groups:
+            return local.local.sums
+        num_runs, is_second = self._runs.total, self._is_in_second_run()
+        # A turn goes on through a run whose tokens are all members, or that has none.
+        is_full = [pooled.sums[_run_key(_OTHERS, run)] == 0 for run in range(num_runs)]
+        at_start, at_end = turns.is_first.gather(0, turns.start), turns.is_last.gather(0, turns.end)
+        result = {}
+        for name, piece in local.local.sums.items():
+            starts, ends = (
+                [pooled.sums[_run_key(f"{name} at the {side}", run)] for run in range(num_runs)]
+                for side in ("start", "end")
+            )
+            before, after = _carry(ends, is_full), _carry(starts[::-1], is_full[::-1])[::-1]
+            carried = [
+                torch.where(is_second, self.spread(sums[self._runs.second]), self.spread(sums[self._runs.first]))
+                for sums in (before, after)
+            ]
+            total = piece + torch.where(at_start, carried[0], 0.0) + torch.where(at_end, carried[1], 0.0)
+            result[name] = torch.where(turns.is_member, total, 0.0)
+        return result
+
     def check(self) -> None:
         """Do nothing; :class:`PackedSegments`, whose arguments name the ranks, compares these with the groups."""
+
+    def _place_in_run(self) -> Tensor:
+        """Return [N] int64, the place of each token in its run of the sequence, from 0."""
+        start = torch.where(self._is_in_second_run(), self.spread(self._splits), self.spread(self._offsets[:-1]))
+        return torch.arange(self._ids.numel(), device=self._ids.device) - start
 
     def _is_in_second_run(self) -> Tensor:
         """Return [N] bool, True for a token in the second of its sequence's runs."""
@@ -171,6 +224,23 @@ class PackedTokens(Segments):
 def _run_key(name: str, run: int) -> str:
     """Return the key in the run totals for one run of the tensor ``name``."""
     return f"{name} of run {run}"
+
+
+_OTHERS = "tokens that are no members"
+
+
+def _carry(ends: Sequence[Tensor], is_full: Sequence[Tensor]) -> list[Tensor]:
+    """Return, for each run, what the runs before it have of a turn that reaches its start: [S] each.
+
+    Args:
+        ends: sum of the piece at the end of each run.
+        is_full: whether the run is one piece, so that what came before goes on through it.
+    """
+    carried, before = torch.zeros_like(ends[0]), []
+    for end, full in zip(ends, is_full, strict=True):
+        before.append(carried)
+        carried = torch.where(full, carried + end, end)
+    return before
 
 
 class PackedSegments(PackedTokens):

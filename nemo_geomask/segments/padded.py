@@ -40,6 +40,42 @@ class Prefix(NamedTuple):
     Empty without context parallelism. :meth:`Segments.global_prefix` takes the pooled totals."""
 
 
+class Turns(NamedTuple):
+    """Contiguous runs of member tokens, the turns, as far as this rank's tokens show them; all in token layout.
+
+    A piece is the part of a turn in one of this rank's runs of a sequence.
+    """
+
+    is_member: Tensor  # bool
+    start: Tensor  # int64, index along the last dimension of the first token of the token's piece
+    end: Tensor  # int64, index of its last token
+    is_first: Tensor  # bool, first token of its run of the sequence
+    is_last: Tensor  # bool, last token of its run
+
+
+def find_turns(is_member: Tensor, is_first: Tensor) -> Turns:
+    """Return the turns of tokens whose runs of a sequence start where ``is_first`` is True."""
+    index = torch.arange(is_member.shape[-1], device=is_member.device).expand_as(is_member)
+    is_last = torch.nn.functional.pad(is_first[..., 1:], (0, 1), value=True)
+    # A piece ends at the last member of a run, or before a token that is no member.
+    before, after = (torch.nn.functional.pad(is_member, pad)[..., s] for pad, s in _NEIGHBOURS)
+    begins, ends = is_member & (is_first | ~before), is_member & (is_last | ~after)
+    start = torch.where(begins, index, 0).cummax(-1).values
+    end = torch.where(ends, index, is_member.shape[-1] - 1).flip(-1).cummin(-1).values.flip(-1)
+    return Turns(is_member, start, end, is_first, is_last)
+
+
+_NEIGHBOURS = (((1, 0), slice(None, -1)), ((0, 1), slice(1, None)))
+"""Padding and slice that give each token the value of the one before it, and of the one after it."""
+
+
+def sum_pieces(values: Tensor, turns: Turns) -> Tensor:
+    """Return the float64 sum of the values, 0 where they don't count, over each member's piece; 0 at other tokens."""
+    totals = torch.nn.functional.pad(values.detach().double().cumsum(-1), (1, 0))
+    piece = totals.gather(-1, turns.end + 1) - totals.gather(-1, turns.start)
+    return torch.where(turns.is_member, piece, 0.0)
+
+
 class Segments(ABC):
     """Layout of a rank's tokens: which sequence each token belongs to.
 
@@ -85,6 +121,22 @@ class Segments(ABC):
         Args:
             sums, lowest, highest: as for :meth:`pool`.
         """
+
+    @abstractmethod
+    def turns(self, is_member: Tensor) -> Turns:
+        """Return the turns among this rank's tokens: contiguous runs of a sequence's members, bool in token layout."""
+
+    def turn_sums(self, turns: Turns, sums: TensorMap) -> Prefix:
+        """Sum token tensors over the turns' pieces on this rank, float64, without gradient and without a collective.
+
+        As with :meth:`prefix`, add :attr:`Prefix.run_totals` to the tensors of a :meth:`pool`, and hand its result to
+        :meth:`global_turn_sums` for the sums over complete turns.
+        """
+        return Prefix(Pooled({name: sum_pieces(value, turns) for name, value in sums.items()}, {}, {}))
+
+    def global_turn_sums(self, turns: Turns, local: Prefix, pooled: Pooled) -> dict[str, Tensor]:
+        """Return the sums over each member's complete turn, in token layout."""
+        return local.local.sums
 
     def global_prefix(self, prefix: Prefix, pooled: Pooled) -> Pooled:
         """Return the statistics of each token's prefix over all ranks' tokens, in token layout.
@@ -192,6 +244,12 @@ class PaddedSegments(Segments):
                 {name: value.detach().cummax(-1).values for name, value in highest.items()},
             )
         )
+
+    def turns(self, is_member: Tensor) -> Turns:
+        """See :meth:`Segments.turns`."""
+        is_first = torch.zeros_like(is_member)
+        is_first[..., :1] = True
+        return find_turns(is_member, is_first)
 
     def spread(self, values: Tensor) -> Tensor:
         """Spread [B] to [B, 1], which broadcasts against [B, T]."""

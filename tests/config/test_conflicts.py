@@ -172,15 +172,15 @@ class TestNull:
         ((key, message),) = lines({LEVEL: word}).items()
         assert key == (LEVEL,)
         assert message == (
-            f"Input should be 'token', 'sequence' or 'sequence_mean', or null; in YAML '{word}' is a word, write null "
-            f"(found '{word}')"
+            "Input should be 'token', 'turn', 'turn_mean', 'sequence', 'sequence_mean' or 'masks_only', or null; in "
+            f"YAML '{word}' is a word, write null (found '{word}')"
         )
 
     def test_is_among_what_is_allowed_only_where_it_is(self):
         found = lines(
             {LEVEL: "seq", "nonfinite": "None", "ratio_clip_c": "None", "masks": [{"preset": "veto", "max": 0}]}
         )
-        assert "'sequence_mean', or null (found 'seq')" in found[LEVEL,]
+        assert "'masks_only', or null (found 'seq')" in found[LEVEL,]
         assert "null" not in found["nonfinite",]
         assert "write null" in found["ratio_clip_c",]
         assert "or null (found 0)" in found["masks[0].max",]

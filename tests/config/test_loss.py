@@ -102,7 +102,7 @@ def test_pydantic_config_counts_only_what_was_given():
         ({"options": {"tau_pos": 1.0}}, ["loss_fn.options.tau_pos", "unknown key"]),
         (
             {"is_correction_level": "seq"},
-            ["loss_fn.is_correction_level", "'token', 'sequence' or 'sequence_mean'", "'seq'"],
+            ["loss_fn.is_correction_level", "'sequence_mean' or 'masks_only'", "'seq'"],
         ),
         ({"ratio_clip_min": -0.1}, ["loss_fn.ratio_clip_min", "greater than or equal to 0", "-0.1"]),
         ({"ratio_clip_c": 1.0}, ["loss_fn.ratio_clip_c", "greater than 1"]),

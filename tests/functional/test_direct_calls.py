@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_geomask import functional as F
-from nemo_geomask.errors import ShapeError
+from nemo_geomask.errors import GeomaskError, ShapeError
 from nemo_geomask.functional.entry import check_dense
 
 ADVANTAGES = torch.tensor([2.0, 0.5, 0.0, -0.5])
@@ -189,3 +189,43 @@ def test_bounds_do_not_depend_on_the_default_device():
     expected = F.bound_by_mean(SIZES, 0.16), F.bound_by_share(SIZES, 0.5)
     with torch.device("meta"):
         assert (F.bound_by_mean(SIZES, 0.16), F.bound_by_share(SIZES, 0.5)) == expected
+
+
+def test_topr_truncates_only_what_is_made_less_likely():
+    advantages, log_ratio = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.tensor([0.3, 1.7, 0.3, 1.7]).log()
+    curr = CURR.clone().requires_grad_()
+    F.tapered(log_ratio, curr, advantages).loss.sum().backward()
+    torch.testing.assert_close(curr.grad, torch.tensor([-1.0, -1.0, 0.3, 1.0]))
+
+
+def test_the_kl_times_the_policy_ratio_has_an_unbiased_gradient():
+    curr = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    prev, ref = torch.tensor([[-1.2, -1.9], [-1.5, -1.8]], dtype=torch.float64)
+    options = {"value": "k3", "gradient": None, "importance_weighted": True, "input_clamp": None, "output_clamp": None}
+    term = F.kl_penalty(curr=curr, ref=ref, prev=prev, gen=prev, **options)
+    term.sum().backward()
+    torch.testing.assert_close(term.detach(), torch.tensor([0.13012, 0.01937], dtype=torch.float64), atol=1e-5, rtol=0)
+    torch.testing.assert_close(curr.grad, torch.tensor([0.61070, -0.18097], dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+def test_the_interpolated_policy_moves_with_the_lag():
+    old, curr = torch.full((5,), -2.0), torch.full((5,), -1.0, requires_grad=True)
+    found = F.interpolated_logprobs(old, curr, version=5, sampled_at=torch.tensor([3, 4, 2, 5, 6]))
+    torch.testing.assert_close(found, torch.tensor([-1.5, -2.0, -4 / 3, -2.0, -2.0]))
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (lambda: F.clipped(RATIO, ADVANTAGES, clip_min=-0.2, clip_max=0.2), "clip_min and clip_max are distances"),
+        (lambda: F.clipped(RATIO, ADVANTAGES, clip_min=0.2, clip_max=0.2, dual_clip=0.5), "dual_clip must be above 1"),
+        (lambda: F.filter_weight(RATIO, min=2, max=1), r"min \(2\) exceeds max \(1\)"),
+        (lambda: F.k3(RATIO.numpy()), "log_ratio must be .* tensor, but it is a NumPy ndarray"),
+        (lambda: F.k3(0.5), "log_ratio must be .* tensor, but it is a float"),
+        (lambda: F.k3(RATIO.to("meta")), "log_ratio must be .* tensor, but it is on the meta device"),
+    ],
+)
+def test_arguments_that_break_their_docstrings_are_refused(attempt, message):
+    with pytest.raises(GeomaskError, match=message):
+        attempt()

@@ -178,6 +178,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dppo": {"name": "dppo", "ratio_anchor": "prev", "options": {"delta": 0.12, "delta_low": 0.07, "cap": 1.7}},
     "ipo": {"name": "ipo", "ratio_anchor": "prev", "options": {"eps": 0.12, "kl_tau": 0.3}},
     "vespo": {"name": "vespo", "ratio_anchor": "prev"},
+    "topr": {"name": "topr", "ratio_anchor": "prev"},
     "dro": {"name": "dro", "options": {"beta": 0.4}},
     "reinforce": {"name": "reinforce"},
 }
@@ -212,5 +213,8 @@ MASKS: dict[str, dict[str, Any]] = {
     "prefix_sum": {"log_ratio": "total", "level": "prefix_sum", "min": 0.3, "max": 3.0, "when": "pushing"},
     "prefix_mean": {"log_ratio": "mismatch", "level": "prefix_mean", "min": 0.8, "max": 1.3},
     "prefix_lowest": {"log_ratio": "total", "level": "prefix_min", "min": 0.4, "when": "negative_advantage"},
+    "turn": {"log_ratio": "total", "level": "turn", "min": 0.4, "max": 2.0, "when": "pushing"},
+    "turn_mean": {"log_ratio": "mismatch", "level": "turn_mean", "statistic": "k3", "max": 0.04},
+    "ratio_abs": {"log_ratio": "total", "level": "sequence_mean", "statistic": "ratio_abs", "max": 1.7},
     "prefix_highest": {"log_ratio": "policy", "level": "prefix_max", "statistic": "prob_diff", "max": 0.05},
 }

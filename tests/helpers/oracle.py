@@ -50,7 +50,7 @@ class Rule:
 
     @property
     def by_token(self) -> bool:
-        return self.level in ("token", "mean_size") or self.level.startswith("prefix")
+        return self.level in ("token", "mean_size") or self.level.startswith(("prefix", "turn"))
 
 
 def rules(masks: Any) -> list[Rule]:
@@ -156,11 +156,12 @@ class _Evaluation:
         # Under the generation engine's anchor π_old is there only where something else asks for it.
         asked = config.batch_veto or config.denominator == "kept" or config.use_kl_in_reward
         asked = asked or any(rule.log_ratio in ("mismatch", "policy") for rule in self.rules)
+        asked = asked or config.kl_ratio_anchor == "prev"
         self.reads_prev = not config.force_on_policy_ratio and bool(self.anchor == "prev" or asked)
         self.knows_prev = self.reads_prev or config.force_on_policy_ratio
         self.level = config.is_correction_level or ("sequence" if config.sequence_level_importance_ratios else "token")
         # Pools over sequences before the surrogate, so the tokens' own ratios are reported beside.
-        self.by_sequence = config.name in ("gspo", "gspo_token", "gmpo", "vespo") or (
+        self.by_sequence = config.name in ("gspo", "gspo_token", "gmpo", "vespo", "topr") or (
             config.name == "clipped_pg" and config.sequence_level_importance_ratios
         )
         self.truncation = config.truncated_importance_sampling_type
@@ -211,6 +212,10 @@ class _Evaluation:
                     token["prev"] = token["c"]
                 row.append(token)
             self.declared.append(len(row))
+            for token in row:
+                # A turn ends at a column that isn't trained, whatever values are dropped.
+                members = data.get("turn_mask", data["token_mask"])
+                token["turn"] = sum(not float(value) for value in members[i, : token["t"] + 1])
             if not self.sample[i]:
                 row = []
             good = []
@@ -296,6 +301,7 @@ class _Evaluation:
         total = torch.zeros((), dtype=torch.float64)
         corrections = [self.correction(i, row) for i, row in enumerate(self.tokens)]
         divisor = self.weight_mean(corrections) if self.c.is_correction_batch_normalize else 1.0
+        config_keeps_all = self.c.kl_tokens == "trained"
         for i, row in enumerate(self.tokens):
             weights = [weight / divisor for weight in corrections[i]]
             kept = self.verdict(i, row)
@@ -307,7 +313,7 @@ class _Evaluation:
                 if keep:
                     total = total + coefficient * weight * loss
                 total = total + coefficient * token.get("penalty", 0.0)
-                if self.beta:
+                if self.beta and (keep or config_keeps_all):
                     kl = self.kl(token)
                     answer.kl[i][token["t"]] = number(kl)
                     self.metrics["kl_penalty"] += coefficient * number(kl)
@@ -355,6 +361,8 @@ class _Evaluation:
         mean = sum(deltas) / len(deltas) if row else 0.0
         if self.level == "token":
             logs = deltas
+        elif self.level in ("turn", "turn_mean"):
+            logs = self.over_turns(self.level, row, deltas)
         elif self.level == "sequence":
             logs = [self.sample[i] * sum(deltas)]
         else:
@@ -374,7 +382,7 @@ class _Evaluation:
                 w = 0.0
             used.append(w)
             out.append(side != 0)
-        by_token = self.level == "token"
+        by_token = self.has_token_weights
         self.metrics["geomask/saturated_weight"] += sum(x > LIMIT for x in logs)
         for k, (before, after) in enumerate(zip(raw, used, strict=True)):
             for name, value in (
@@ -402,10 +410,22 @@ class _Evaluation:
         """Over tokens or, where a sequence has one weight, over sequences."""
         total = count = 0.0
         for i, weights in enumerate(corrections):
-            for weight in weights if self.level == "token" else weights[:1]:
+            for weight in weights if self.has_token_weights else weights[:1]:
                 total += self.sample[i] * weight
                 count += self.sample[i]
         return total / count
+
+    @property
+    def has_token_weights(self) -> bool:
+        return self.level in ("token", "turn", "turn_mean")
+
+    def over_turns(self, level: str, row: list[dict[str, Any]], values: list[float]) -> list[float]:
+        """The sum or mean of each token's turn."""
+        found = []
+        for token in row:
+            turn = [value for other, value in zip(row, values, strict=True) if other["turn"] == token["turn"]]
+            found.append(sum(turn) if level == "turn" else mean(turn))
+        return found
 
     def judged(self, rule: Rule, row: list[dict[str, Any]]) -> list[float]:
         """What a rule compares: one value a token, of which each counts, or one of the sequence."""
@@ -417,10 +437,9 @@ class _Evaluation:
                 "total": (token["c"], token["gen"]),
             }[rule.log_ratio]
             x = one - other
-            if rule.statistic in ("ratio", "k2", "k3", "ratio_diff"):
-                values.append(
-                    {"ratio": x, "k2": x * x / 2, "k3": exp(x) - 1 - x, "ratio_diff": exp(x) - 1}[rule.statistic]
-                )
+            if rule.statistic in ("ratio", "k2", "k3", "ratio_diff", "ratio_abs"):
+                of = {"ratio": x, "k2": x * x / 2, "k3": exp(x) - 1 - x, "ratio_diff": exp(x) - 1}
+                values.append((of | {"ratio_abs": exp(abs(x))})[rule.statistic])
             else:
                 values.append(binary(rule.statistic, math.exp(one), math.exp(other)))
         if rule.level in ("token", "sequence_max"):
@@ -429,6 +448,8 @@ class _Evaluation:
             # 2603.01365: the sequence's mean distance, on the side to which the token's own probability is off.
             distance = sum(abs(value) for value in values) / len(values)
             return [distance if value > 0 else -distance if value < 0 else 0.0 for value in values]
+        if rule.level.startswith("turn"):
+            return self.over_turns(rule.level, row, values)
         if rule.level.startswith("sequence"):
             return [mean(values) if rule.level == "sequence_mean" else sum(values)]
         if rule.cppo is not None:
@@ -527,6 +548,7 @@ class _Evaluation:
             "dppo": self.dppo,
             "ipo": self.ipo,
             "vespo": self.vespo,
+            "topr": self.topr,
             "dro": self.dro,
         }[name](row)
 
@@ -671,6 +693,14 @@ class _Evaluation:
             out.append(-phi * token["adv"] * token["curr"])
         return out
 
+    def topr(self, row) -> list[torch.Tensor]:
+        """2503.14286: no weight where A > 0, else the whole sequence's ratio up to 1."""
+        w, out = exp(sum(number(self.log_ratio(token)) for token in row)), []
+        for token in row:
+            self.report(token, w, w)
+            out.append(-(1.0 if token["adv"] > 0 else min(w, 1.0)) * token["adv"] * token["curr"])
+        return out
+
     def dro(self, row) -> list[torch.Tensor]:
         """As in verl."""
         out = []
@@ -694,7 +724,7 @@ class _Evaluation:
         def weighted(kind: str, score: bool) -> torch.Tensor:
             base = 0.0
             if importance:
-                base = number(curr) - token["gen"]
+                base = number(curr) - token[config.kl_ratio_anchor]
             elif kind == "k4":
                 base = number(curr) - token[self.anchor]
             weight = torch.tensor(exp(base), dtype=torch.float64)

@@ -235,7 +235,8 @@ def test_placeholder_counts_rescale_by_the_declared_normalizer(name, batch):
 @every_config
 def test_declared_metrics_are_the_returned_ones(name):
     batch = batches.rollouts(1)
-    batch = batch.with_data(curr_logprobs_unfiltered=batch.curr)  # optional, with a metric of its own
+    # Both are optional, each with a metric of its own.
+    batch = batch.with_data(curr_logprobs_unfiltered=batch.curr, curr_logprobs_keep_mask=torch.ones_like(batch.curr))
     returned = set(batches.evaluate(LOSSES[name], batch).metrics)
     assert returned == set(LOSSES[name].metric_normalizations)
 

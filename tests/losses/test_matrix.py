@@ -27,13 +27,13 @@ EVERYTHING = "GEOMASK_MATRIX" in os.environ
 WORLDS = list(itertools.product((1, 2, 4), repeat=2)) if EVERYTHING else [(4, 1), (2, 2), (1, 4)]
 REPRESENTATIVE = (2, 2)  # has every layout
 
-NAMED = ("gspo", "gspo_token", "gmpo", "cispo", "sapo", "dppo", "ipo", "vespo", "dro", "reinforce")
+NAMED = ("gspo", "gspo_token", "gmpo", "cispo", "sapo", "dppo", "ipo", "vespo", "topr", "dro", "reinforce")
 OBJECTIVES = {"clipped_pg": {}, **{name: VARIANTS[name] for name in NAMED}}
 LEVELS = {
     "uncorrected": {},
     **{
         level: {"use_importance_sampling_correction": True, "is_correction_level": level}
-        for level in ("token", "sequence", "sequence_mean")
+        for level in ("token", "turn", "sequence", "sequence_mean")
     },
     "normalized": {
         "use_importance_sampling_correction": True,
@@ -51,6 +51,7 @@ RULES = {
     "budget": [BUDGETS["m2po"], BUDGETS["worst_sequences"]],
     "cppo": [MASKS["cppo"]],
     "vaco": [MASKS["vaco"], MASKS["vaco_kl"], MASKS["vaco_ratio"]],
+    "turn": [MASKS["turn"], MASKS["turn_mean"], MASKS["ratio_abs"]],
     "prefix": [MASKS[name] for name in MASKS if name.startswith("prefix")],
 }
 

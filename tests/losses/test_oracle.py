@@ -26,7 +26,7 @@ LEVELS = {
     "derived": {"use_importance_sampling_correction": True},
     **{
         level: {"use_importance_sampling_correction": True, "is_correction_level": level}
-        for level in ("token", "sequence", "sequence_mean")
+        for level in ("token", "turn", "turn_mean", "sequence", "sequence_mean")
     },
 }
 
@@ -108,7 +108,7 @@ def test_reinforce_by_name_may_be_weighted_by_the_policy_as_it_is(level, forced)
     agree({**config, "force_on_policy_ratio": forced}, batches.rollouts(1))
 
 
-UNCLIPPED = ("no_ratio", "reinforce", "on_policy", "sapo", "ipo", "vespo", "dro")
+UNCLIPPED = ("no_ratio", "reinforce", "on_policy", "sapo", "ipo", "vespo", "topr", "dro")
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in UNCLIPPED])
@@ -208,6 +208,15 @@ def test_kl_value_by_gradient(value, gradient, importance, clamps):
     }
     agree(config, batches.rollouts(5))
     agree(config | NORMALIZATIONS["sequences"], batches.rollouts(6))
+
+
+@pytest.mark.parametrize("tokens", ["trained", "kept"])
+@pytest.mark.parametrize("anchor", ["gen", "prev"])
+@pytest.mark.parametrize("part", [{}, {"ratio_anchor": "gen"}, {"reference_policy_kl_gradient": "k3"}], ids=str)
+def test_kl_times_the_ratio_on_all_tokens_or_on_those_kept(part, anchor, tokens):
+    weight = {"reference_policy_kl_penalty": 0.3, "use_on_policy_kl_approximation": True, "kl_ratio_anchor": anchor}
+    expected = agree({**weight, **part, "kl_tokens": tokens, "masks": [MASKS["turn"]]}, batches.rollouts(5))
+    assert 0 < expected.metrics["geomask/mask/mask/removed"] < 1
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -133,6 +133,39 @@ def _by_loops(values, offsets):
     return torch.tensor(found, dtype=torch.float64).T
 
 
+def _turn_sums(segments, values):
+    """Sums over turns; most tokens are members, so that turns are long and some pass through a whole run."""
+    turns = segments.turns(values.detach() > -1.2)
+    local = segments.turn_sums(turns, {"x": values})
+    return segments.global_turn_sums(turns, local, segments.pool(local.run_totals.sums))["x"]
+
+
+def _turns_by_loops(values, offsets):
+    found = [0.0] * len(values)
+    for start, end in itertools.pairwise(offsets):
+        turn = []
+        for t in range(start, end + 1):
+            if t < end and values[t] > -1.2:
+                turn.append(t)
+                continue
+            for member in turn:
+                found[member] = sum(values[turn].tolist())
+            turn = []
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_turns_equal_loops(layout):
+    offsets = OFFSETS if layout == "packed" else [0, 40, 80]
+    values = torch.randn(80, generator=torch.Generator().manual_seed(4))
+    packed = layout == "packed"
+    found = _turn_sums(
+        PackedSegments(offsets) if packed else PaddedSegments(), values if packed else values.view(2, 40)
+    )
+    torch.testing.assert_close(found.flatten(), _turns_by_loops(values.double(), offsets))
+    assert PaddedSegments().turns(torch.zeros(2, 0, dtype=torch.bool)).start.shape == (2, 0)
+
+
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_prefixes_equal_loops(layout):
     offsets = OFFSETS if layout == "packed" else [0, 40, 80]
@@ -310,6 +343,7 @@ def _over_ranks(rank, world):
         prefixes = torch.stack(_prefixes(rebuilt, mine))
         assert torch.equal(rebuilt.prefix_sums({"x": mine})["x"], prefixes[0])
         assert len(segments.prefix({"x": mine}).run_totals.sums) == 2 * cp * sp
+        turns = _turn_sums(rebuilt, mine)
         quantiles = _quantiles(segments, mine.detach().abs().float(), (mine.detach() > -1).float())
         tensors = (
             segments.token_index,
@@ -320,6 +354,7 @@ def _over_ranks(rank, world):
             rest,
             prefixes,
             quantiles,
+            turns,
         )
         found.append([tensor.numpy() for tensor in tensors])
     return found
@@ -340,7 +375,9 @@ def test_sharded_equals_whole(world):
         assert sorted(np.concatenate([index for index, *_ in results])) == list(range(OFFSETS[-1]))
         prefixes = _by_loops(whole.detach(), OFFSETS).numpy()
         usual = _of_each(whole.detach().abs().float(), (whole.detach() > -1).float(), OFFSETS).numpy()
-        for index, grad, low, high, value, (again, lowest, highest), prefix, quantiles in results:
+        turns = _turns_by_loops(whole.detach(), OFFSETS).numpy()
+        for index, grad, low, high, value, (again, lowest, highest), prefix, quantiles, turn in results:
+            np.testing.assert_allclose(turn, turns[index], rtol=1e-12, atol=1e-12)
             np.testing.assert_allclose(quantiles, usual, rtol=1e-14)
             np.testing.assert_allclose(prefix, prefixes[:, index], rtol=1e-12, atol=1e-12)
             np.testing.assert_allclose(grad, whole.grad[index], rtol=1e-10, atol=1e-12)

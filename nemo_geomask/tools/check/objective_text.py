@@ -118,6 +118,8 @@ class _DualClip:
 
 _POOLING_FORMULA = {
     "token": "{}",
+    "turn": "Σ_turn {}",
+    "turn_mean": "mean_turn {}",
     "sequence": "Σ_t {}",
     "sequence_mean": "mean_t {}",
     "sequence_max": "{}",
@@ -132,6 +134,7 @@ _STATISTICS = {
     "k2": ("k2 divergence", "x_t²/2"),
     "k3": ("k3 divergence", "(exp(x_t) − 1 − x_t)"),
     "ratio_diff": ("ratio minus 1", ""),
+    "ratio_abs": ("ratio, the larger of both directions,", "exp(|x_t|)"),
     "prob_diff": ("difference of probabilities", "(p_t − q_t)"),
     "binary_kl": ("binary KL", "±KL_b(q_t ‖ p_t)"),
     "binary_kl_reverse": ("reverse binary KL", "±KL_b(p_t ‖ q_t)"),
@@ -153,6 +156,8 @@ _EXCEPTION = {
 _LOG_RATIO = {"mismatch": "prev − gen", "policy": "curr − prev", "total": "curr − gen"}
 _WEIGHT_NAME = {
     "token": "token's ratio",
+    "turn": "product of the token ratios of the token's turn",
+    "turn_mean": "geometric mean of the token ratios of the token's turn",
     "sequence": "product of the sequence's token ratios",
     "sequence_mean": "geometric mean of the sequence's token ratios",
 }
@@ -161,6 +166,8 @@ _WEIGHT_NAME = {
 def _weight(config: LossConfig) -> Part:
     if config.ratio_anchor == "gen":
         return Part("w_t = 1", "The ratio is taken against the generation engine, so it contains the mismatch.")
+    if config.use_importance_sampling_correction and config.correction_level == "masks_only":
+        return Part("w_t = 1", "By is_correction_level: masks_only, the masks alone act on the mismatch.")
     if not config.applies_weight:
         return Part("w_t = 1", "Nothing corrects for the mismatch between training and generation engine.")
     level, plugin_level = config.correction_level, config.plugin_level
@@ -228,6 +235,8 @@ def _describe_dropped(rule: MaskRule) -> str:
     total, mean = ("a product", "a geometric mean") if is_ratio else ("a sum", "a mean")
     subject = {
         "token": f"tokens whose {quantity}",
+        "turn": f"turns whose tokens' {quantity} has {total} that",
+        "turn_mean": f"turns whose tokens' {quantity} has {mean} that",
         "sequence": f"sequences whose tokens' {quantity} has {total} that",
         "sequence_mean": f"sequences whose tokens' {quantity} has {mean} that",
         "sequence_max": f"sequences any of whose tokens has a {quantity} that",

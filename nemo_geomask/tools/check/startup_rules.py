@@ -54,7 +54,11 @@ _PACKERS = ("concatenative", "first_fit_decreasing", "first_fit_shuffle", "modif
 def _async_without_correction(facts: RecipeFacts) -> Iterator[Hit]:
     """Asynchronous training without importance-sampling correction."""
     if facts.is_async and not facts.config.use_importance_sampling_correction:
-        yield Hit(_CORRECTION, "false, but asynchronous training needs the correction for its stale samples; set true")
+        yield Hit(
+            _CORRECTION,
+            "false, but asynchronous training needs the correction for its stale samples; beside masks, "
+            "is_correction_level: masks_only keeps the weight at 1; set true",
+        )
 
 
 @rule("GM302", "error", _ASYNC, applies_to_lab=False)

@@ -136,11 +136,13 @@ def _kl(settings: PeerSettings) -> Conversion:
         return
     yield Assign("reference_policy_kl_penalty", settings.number("kl_loss_coef"))
     yield Assign("reference_policy_kl_type", _KL[estimator])
-    yield Assign("reference_policy_kl_gradient", _KL[estimator], "slime differentiates the estimate itself")
+    if settings["use_unbiased_kl"]:
+        yield Assign("use_on_policy_kl_approximation", True, "slime multiplies by the ratio and differentiates both")
+        yield Assign("kl_ratio_anchor", "gen" if settings["use_rollout_logprobs"] else "prev")
+    else:
+        yield Assign("reference_policy_kl_gradient", _KL[estimator], "slime differentiates the estimate itself")
     yield Assign("kl_input_clamp_value", None)
     yield Assign("kl_output_clamp_value", 10.0 if estimator == "low_var_kl" else None)
-    weighted = "a KL that is multiplied by the policy ratio and differentiated with it has no counterpart"
-    yield from without_counterpart(settings, {"use_unbiased_kl": ((False,), weighted)})
 
 
 PEER = Peer(

@@ -179,11 +179,18 @@ def _kl(settings: PeerSettings) -> Conversion:
     if not beta:
         return
     yield Assign("reference_policy_kl_type", "k3")
-    yield Assign("reference_policy_kl_gradient", "k3", "TRL differentiates the estimate itself")
+    if not settings["use_bias_correction_kl"]:
+        yield Assign("reference_policy_kl_gradient", "k3", "TRL differentiates the estimate itself")
+    elif settings["importance_sampling_level"] == "token":
+        yield Assign("use_on_policy_kl_approximation", True, "TRL multiplies by the ratio and differentiates both")
+        yield Assign("kl_ratio_anchor", "prev")
+    else:
+        yield Remark(
+            "use_bias_correction_kl: a KL that is multiplied by the sequence's ratio has no counterpart",
+            ("use_bias_correction_kl",),
+        )
     yield Assign("kl_input_clamp_value", None)
     yield Assign("kl_output_clamp_value", None)
-    weighted = "a KL that is multiplied by the policy ratio and differentiated with it has no counterpart"
-    yield from without_counterpart(settings, {"use_bias_correction_kl": ((False,), weighted)})
 
 
 PEER = Peer(
