@@ -71,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         try:
             # Control characters are escaped as on standard output: a file is printed, too.
+            if arguments.out.is_symlink():
+                raise ConfigError(f"--out {arguments.out} is a link; name the file that it leads to")
             with arguments.out.open("w", encoding="utf-8") as file:
                 EscapingStream(file).write(translation.yaml())
         except OSError as error:

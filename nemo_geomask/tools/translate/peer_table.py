@@ -122,6 +122,8 @@ class Peer:
             from ``defaults``.
         base_configs: patterns of files named by ``config_options`` whose values are ``defaults``, each with the
             settings in which it differs.
+        former_names: for each setting of older versions, the settings in its place, with ``{}`` for its value; or words
+            that say where its place is.
         presets: for each preset, its parameters with their defaults, and its settings; ``{parameter}`` in a value is
             replaced.
     """
@@ -141,7 +143,7 @@ class Peer:
     base_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     constructors: tuple[str, ...] = ()  # Python classes whose keyword arguments are settings
     presets: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=dict)
-    former_names: Mapping[str, str] = field(default_factory=dict)  # what took the place of settings of older versions
+    former_names: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
 
     def full_name(self, key: str) -> str | None:
         """Return the full name of a setting; None if the system has no such setting.

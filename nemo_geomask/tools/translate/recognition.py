@@ -15,6 +15,16 @@ from nemo_geomask.tools.translate.peers import PEERS
 from nemo_geomask.tools.translate.setting_values import UNRESOLVED, is_one_of
 from nemo_geomask.tools.translate.shell_reader import ProgramRun
 
+_NOT_TRANSLATED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "ms-swift": (
+        ("swift *", "megatron *"),
+        ("rlhf_type", "rollout_importance_sampling_*"),
+    ),
+    "ROLL": (("*start_*_pipeline.py",), ("actor_train.*", "actor_infer.*", "actor_train", "actor_infer")),
+    "labs-molt": (("molt.cli.*",), ("algo.advantage.is_correction_level", "algo.advantage.is_correction_mode")),
+}
+"""Systems that share names with others and are not translated: patterns of their programs and of their settings."""
+
 
 @dataclass(frozen=True)
 class SettingsFile:
@@ -49,15 +59,28 @@ def peer_by_name(name: str) -> Peer:
 def recognise(settings: Mapping[str, Any], programs: Iterable[str] = ()) -> Peer:
     """Return the system that has these settings or programs.
 
+    A program decides; without a known one, the settings' names do.
+
     Raises:
         ConfigError: no system, or more than one, is identified.
     """
+    programs = list(programs)
+    for name, (own_programs, own_settings) in _NOT_TRANSLATED.items():
+        for word in [*programs, *settings]:
+            if any(fnmatchcase(word, pattern) for pattern in (own_programs if word in programs else own_settings)):
+                raise ConfigError(
+                    f"these are settings of {name} ('{word}'), which is not among the systems that are translated; its "
+                    "defaults differ from those of systems with the same names, so write the block by hand "
+                    "(docs/reference/loss_reference.md lists its fields)"
+                )
     reasons: dict[str, str] = {}
     for name, peer in PEERS.items():
         matching_programs = [program for program in programs if peer.identifies(program)]
         marks = peer.marks_of(settings)
         if matching_programs or marks or is_one_of(settings.get("preset"), peer.presets):
             reasons[name] = (matching_programs or marks or ["preset"])[0]
+    known = [name for name, peer in PEERS.items() if any(map(peer.identifies, programs))]
+    reasons = {known[0]: ""} if len(known) == 1 else reasons
     if len(reasons) == 1:
         return PEERS[next(iter(reasons))]
     if reasons:

@@ -6,7 +6,9 @@ determines them. A variable whose value depends on a branch stays unresolved, as
 
 from __future__ import annotations
 
+import itertools
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from nemo_geomask.tools.translate.setting_values import UNRESOLVED, ExpansionBud
 from nemo_geomask.tools.translate.shell_arithmetic import evaluate_arithmetic
 from nemo_geomask.tools.translate.shell_words import (
     ARRAY,
+    LITERAL_DOLLAR,
     ScriptCommand,
     ScriptScanner,
     ScriptWord,
@@ -50,6 +53,7 @@ class ProgramRun:
 _VARIABLE = re.compile(r"\$\{(\w++)(?::?([-=])((?:[^${}]|\$\{\w++\}|\$\w++)*+))?\}|\$(\w++)")
 _ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*+\))*+)\)\)")
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
+_SEQUENCE = re.compile(r"\$\(seq (?:(\d{1,9}) )?(?:(\d{1,9}) )?(\d{1,9})\)")
 _SUBSTITUTION_DEPTH = 6
 """Number of passes over a word, for variables whose values contain variables."""
 _DECLARATIONS = ("export", "local", "declare", "readonly", "typeset")
@@ -110,7 +114,8 @@ class _Script:
         self.open_files: list[Path] = []
         self.variables: dict[str, str | list[ScriptWord]] = {}
         self.ambiguous: set[str] = set()
-        self.branch_depth = 0
+        self.branch_depth = self.case_depth = 0
+        self.subshells: list[tuple[dict[str, str | list[ScriptWord]], set[str], int]] = []
         self.runs: list[ProgramRun] = []
         self.unread: list[str] = []
         self.used_arrays: set[str] = set()
@@ -128,23 +133,32 @@ class _Script:
             self._run_command(command)
 
     def _run_command(self, command: ScriptCommand) -> None:
+        self._follow(command)
+        if command.bracket == "(":
+            self.subshells.append((dict(self.variables), set(self.ambiguous), self.case_depth))
+        elif command.bracket == ")" and self.subshells and self.subshells[-1][2] == self.case_depth:
+            self.variables, self.ambiguous, _ = self.subshells.pop()  # the others end a pattern of a case
+
+    def _follow(self, command: ScriptCommand) -> None:
         words = command.words
         while words and words[0] in _KEYWORDS and not words[0].is_quoted:
             self.branch_depth = max(0, self.branch_depth + _KEYWORDS[words[0]])
+            self.case_depth += {"case": 1, "esac": -1}.get(words[0], 0)
             words = words[1:]
         is_conditional = bool(self.branch_depth) or command.follows_condition
         if words and words[0] in _DECLARATIONS:
-            words = [word for word in words[1:] if not word.startswith("-")]
+            words = [word for word in words[1:] if _ASSIGNMENT.fullmatch(word)]
+        elif words and words[0] == "unset":
+            for word in words[1:]:
+                self.variables.pop(word, None)
+                (self.ambiguous.add if is_conditional else self.ambiguous.discard)(word)
         for name, items in command.arrays.items():
             self._assign_array(name, items, is_conditional)
-        for position, word in enumerate(words):
-            match = _ASSIGNMENT.fullmatch(word)
-            if match is None or "." in match[1]:
-                words = words[position:]
-                break
+        assignments = list(itertools.takewhile(bool, map(_ASSIGNMENT.fullmatch, words)))
+        words = words[len(assignments) :]
+        for match in assignments if not words else ():  # before a command, they are that command's alone
+            assert match is not None
             self._assign(match[1], self._substitute(match[3]), is_conditional, is_append=bool(match[2]))
-        else:
-            words = []
         if words and words[0] in ("source", ".") and len(words) > 1:
             self._source(words[1])
         elif words:
@@ -158,14 +172,14 @@ class _Script:
         if is_conditional and isinstance(before, list):
             self.budget.add("characters", sum(map(len, before)) + sum(map(len, items)))
         if is_append and is_conditional:
-            shown = " ".join(items)
+            shown = shlex.join(items)
             items = [ScriptWord(f"{UNRESOLVED}{{{name}: only some branches add '{shown}'}}")]
         expanded = self._expanded(items)
         if is_append:
             self.budget.add("words", len(before))
             self.variables[name] = [*(before if isinstance(before, list) else [ScriptWord(before)]), *expanded]
         elif is_conditional and before != expanded:
-            shown = " ".join([*(before if isinstance(before, list) else []), *expanded])
+            shown = shlex.join([*(before if isinstance(before, list) else []), *expanded])
             self._set(name, [ScriptWord(f"{UNRESOLVED}{{{name}: only some branches add '{shown}'}}")])
         else:
             self._set(name, expanded)
@@ -257,6 +271,11 @@ class _Script:
                 expanded += items
                 self.used_arrays.add((array or plain)[1])  # type: ignore[index]
                 continue
+            if numbers := _SEQUENCE.fullmatch(word):
+                first, step, last = (int(numbers[1] or 1), int(numbers[2] or 1), int(numbers[3]))
+                self.budget.add("words", last // max(step, 1))
+                expanded += map(ScriptWord, map(str, range(first, last + 1, max(step, 1))))
+                continue
             if array and isinstance(items, str):
                 word = ScriptWord(f"${array[1]}")
             text = self._substitute(word)
@@ -273,15 +292,15 @@ class _Script:
             return [ScriptWord(text)]
 
     def _add_run(self, words: list[ScriptWord]) -> None:
+        # ${NAME} is a variable of the environment here, and not a reference to the setting NAME.
+        words = [
+            _script_word(re.sub(r"\$\{(\w+)\}", r"$\1", word).replace(LITERAL_DOLLAR, "$"), word.is_quoted)
+            for word in words
+        ]
         program, rest = program_and_arguments(words)
         settings, unread, passes_arguments = settings_of_words(rest if program else words)
         if not (program or settings):
             return
-        # ${NAME} is a variable of the environment here, and not a reference to the setting NAME.
-        settings = {
-            name: re.sub(r"\$\{(\w+)\}", r"$\1", value) if isinstance(value, str) else value
-            for name, value in settings.items()
-        }
         self.runs.append(ProgramRun(program, settings, (*self.unread, *unread), passes_arguments))
 
 

@@ -13,6 +13,9 @@ from typing import Any
 
 from nemo_geomask.tools.translate.setting_values import NUMBER, UNRESOLVED, parse_value
 
+LITERAL_DOLLAR = "\ue000"
+"""Stands for a dollar that the shell does not expand: in single quotes, or after a backslash."""
+
 
 class ScriptWord(str):
     """A word of the script; expansions of a quoted one are not split."""
@@ -27,6 +30,7 @@ class ScriptCommand:
     words: list[ScriptWord] = field(default_factory=list)
     arrays: dict[str, list[ScriptWord]] = field(default_factory=dict)
     follows_condition: bool = False  # the command stands after && or ||
+    bracket: str = ""  # the bracket of a subshell that ends the command
 
 
 def split_commands(text: str) -> list[ScriptCommand]:
@@ -65,6 +69,7 @@ class ScriptScanner:
             elif token[0] in "<>":
                 is_redirection = not token.endswith("&")
             else:
+                command.bracket = token if token in "()" else ""
                 yield command
                 command = ScriptCommand(follows_condition=token in ("&&", "||"))
                 if token == "\n" and heredocs:
@@ -111,14 +116,14 @@ class ScriptScanner:
             char = text[self.at]
             if char == "'":
                 end = self._find("'", self.at + 1)
-                parts.append(text[self.at + 1 : end])
+                parts.append(text[self.at + 1 : end].replace("$", LITERAL_DOLLAR))
                 self.at = end + 1
             elif char == '"':
                 parts.append(self._quoted())
             elif char == "\\":
                 if text.startswith("\\\n", self.at):
                     break
-                parts.append(text[self.at + 1 : self.at + 2])
+                parts.append(text[self.at + 1 : self.at + 2].replace("$", LITERAL_DOLLAR))
                 self.at += 2
             elif char in "$`":
                 parts.append(self._expansion())
@@ -137,7 +142,7 @@ class ScriptScanner:
             if not char:
                 raise ValueError("a double quote is not closed")
             if char == "\\" and text[self.at + 1 : self.at + 2] in ('"', "\\", "$", "`", "\n"):
-                parts.append(text[self.at + 1 : self.at + 2].replace("\n", ""))
+                parts.append(text[self.at + 1 : self.at + 2].replace("\n", "").replace("$", LITERAL_DOLLAR))
                 self.at += 2
             elif char in "$`":
                 parts.append(self._expansion())
@@ -201,8 +206,8 @@ def program_and_arguments(words: Sequence[ScriptWord]) -> tuple[str, list[Script
             word.endswith(".py") and not before.startswith("-") and "=" not in word
         ):
             program, rest = str(word), list(words[index + 1 :])
-        elif index < 3 and before in ("", "run", "exec") and word in ("trl", "rl"):
-            command = words[index + 1] if word == "trl" and index + 1 < len(words) else ""
+        elif index < 3 and before in ("", "run", "exec") and word in ("trl", "rl", "swift", "megatron"):
+            command = words[index + 1] if word != "rl" and index + 1 < len(words) else ""
             program, rest = f"{word} {command}".strip(), list(words[index + 1 + bool(command) :])
     return program, rest
 

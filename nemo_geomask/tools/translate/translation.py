@@ -27,6 +27,7 @@ from nemo_geomask.tools.translate.shell_reader import line_settings
 
 _WIDTH = 120
 _LARGE_SECTION = 8
+_PENALTY = "reference_policy_kl_penalty"
 _MAX_GUESSES = 100
 """Number of unknown settings for which a similar name is looked for, which takes time."""
 
@@ -199,6 +200,7 @@ def translate(
     """
     by_name = flat(settings)
     system = recognise(by_name) if peer is None else peer_by_name(peer)
+    by_name, replaced = _current_names(system, by_name)
     defaults = {**system.defaults, **(base or {})}
     by_name, from_references = resolve_references(_fill_preset(system, by_name), defaults, system.full_name)
     by_name = system.regroup_mappings(by_name)
@@ -212,8 +214,12 @@ def translate(
     masks: list[Any] = []
     not_expressed: list[str] = []
     differences: list[str] = []
-    for item in _convert(system, peer_settings):
+    items = _convert(system, peer_settings)
+    without_kl = any(item.key == _PENALTY and item.value == 0 for item in items if isinstance(item, Assign))
+    for item in items:
         if isinstance(item, Remark):
+            if item.lost_keys and without_kl and all("kl" in key.split("_") for key in item.lost_keys):
+                continue  # settings of a KL whose coefficient is 0
             (not_expressed if item.lost_keys else differences).append(item.text)
             continue
         key = item.key
@@ -224,14 +230,15 @@ def translate(
             fields[key] = item.value
         if item.note:
             notes[key] = item.note
-    if fields.get("reference_policy_kl_penalty") == 0:
+    if fields.get(_PENALTY) == 0:
         # Without a KL term, its gradient is an error.
         fields.pop("reference_policy_kl_gradient", None)
         notes.pop("reference_policy_kl_gradient", None)
     not_read: list[str] = []
     for key in (key for key, full in full_names.items() if full is None):
         name = key.rpartition(".")[2]
-        if name == "_target_" or system.is_unrelated(key):  # Hydra writes _target_ into every section
+        # Hydra writes _target_ into every section.
+        if name == "_target_" or system.is_unrelated(key) or _is_disabled(key, by_name):
             not_read.append(key)
             continue
         guess = None
@@ -247,7 +254,7 @@ def translate(
         peer=system,
         loss_fn=block,
         notes=notes,
-        not_expressed=tuple(not_expressed),
+        not_expressed=(*not_expressed, *replaced),
         differences=tuple(dict.fromkeys(differences)),
         outside_loss_fn={
             key: system.outside_loss_fn[str(full)] for key, full in full_names.items() if full in system.outside_loss_fn
@@ -264,6 +271,32 @@ def translate(
         }
         | from_references,
     )
+
+
+def _current_names(system: Peer, settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings under the names of the system's present version, and a sentence for each that has no such."""
+    current: dict[str, Any] = {}
+    replaced = []
+    for key, value in settings.items():
+        is_known = system.full_name(key) is not None
+        unchanged = {key: "{}"}
+        names = {} if is_known else system.former_names
+        successor = next((new for old, new in names.items() if f".{old}".endswith(f".{key}")), unchanged)
+        if isinstance(successor, str):
+            replaced.append(f"{key}: a name of older versions of {system.name}; in its place is {successor}")
+        elif successor is unchanged or value not in (None, False):
+            current |= {new: value if template == "{}" else template for new, template in successor.items()}
+    return current, replaced
+
+
+def _is_disabled(key: str, settings: Mapping[str, Any]) -> bool:
+    """Return True if a section that holds the setting is turned off."""
+    parts = key.split(".")
+    for count in range(1, len(parts)):
+        section, own = ".".join(parts[:count]), ".".join([*parts[: count - 1], f"use_{parts[count - 1]}"])
+        if any(settings.get(switch) is False for switch in (f"{section}.enable", f"{section}.enabled", own)):
+            return True
+    return False
 
 
 def _convert(system: Peer, settings: PeerSettings) -> list[Assign | Remark]:

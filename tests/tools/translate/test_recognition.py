@@ -1,9 +1,14 @@
 """Recognition of a system, and settings that are reported instead of being dropped."""
 
+import math
+
 import pytest
 
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.losses.build import build_with_warnings
+from nemo_geomask.losses.prestep import valid_counts
 from nemo_geomask.tools.translate import PEERS, translate, translate_files
+from tests.tools.translate.peers.batches import random_batch
 
 PRIME_RL = """
 seq_len = 2048
@@ -114,6 +119,110 @@ def test_a_value_that_depends_on_a_branch_is_not_guessed(tmp_path):
     assert any("only some branches" in message for message in translate_files([file]).not_expressed)
     file.write_text('python -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 $MORE --config-name="mine"')
     assert len(translate_files([file]).not_expressed) == 2
+
+
+SWIFT = "swift rlhf --rlhf_type grpo --loss_type grpo --epsilon 0.2 --rollout_importance_sampling_mode sequence_mask"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "system"),
+    [
+        ("run.sh", f"NPROC_PER_NODE=8 {SWIFT}", "ms-swift"),
+        ("run.yaml", "rlhf_type: grpo\nnum_generations: 8", "ms-swift"),
+        ("run.yaml", "adv_estimator: grpo\nactor_train: {strategy_args: {strategy_name: megatron_train}}", "ROLL"),
+        ("run.sh", "ray job submit -- python3 -m molt.cli.train_rl_ray --algo.kl.init_coef 0.1", "labs-molt"),
+    ],
+)
+def test_a_system_that_shares_names_with_another_is_not_taken_for_it(name, text, system, tmp_path):
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"settings of {system} .* not among the systems that are translated"):
+        translate_files([file])
+
+
+def test_a_known_program_decides(tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text("python3 -m openrlhf.cli.train_ppo_ray --kl_estimator k3 --use_kl_loss --init_kl_coef 1e-3 "
+                    "--enable_vllm_is_correction --vllm_is_truncated_threshold 0.25 4.0 --use_icepop")  # fmt: skip
+    translation = translate_files([file])
+    assert (translation.peer.name, translation.not_expressed) == ("openrlhf", ())
+    block = translation.loss_fn
+    assert (block["reference_policy_kl_type"], block["reference_policy_kl_penalty"]) == ("k3", 1e-3)
+    assert block["truncated_importance_sampling_type"] == "icepop"
+    assert block["truncated_importance_sampling_ratio_min"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("peer", "settings", "expected"),
+    [
+        ("verl", {"actor_rollout_ref.actor.tis_imp_ratio_cap": 3.0}, 3.0),
+        ("skyrl", {"trainer.algorithm.use_tis": True, "trainer.algorithm.tis_imp_ratio_cap": 3.0}, 3.0),
+        ("open_instruct", {"truncated_importance_sampling_ratio_cap": 3.0}, 3.0),
+    ],
+)
+def test_former_names_have_their_effect(peer, settings, expected):
+    assert translate(settings, peer).loss_fn["truncated_importance_sampling_ratio"] == expected
+
+
+def test_a_former_name_without_one_successor_is_answered_with_its_full_path():
+    (message,) = translate({"algorithm.rollout_is_level": "sequence"}, "verl").not_expressed
+    assert "algorithm.rollout_correction.rollout_is" in message
+
+
+@pytest.mark.parametrize(
+    ("peer", "settings"),
+    [
+        ("verl", {"distillation.enabled": False, "distillation.distillation_loss.loss_mode": "k3"}),
+        ("verl", {"algorithm.use_pf_ppo": False, "algorithm.pf_ppo.weight_pow": 2.0}),
+        ("verl", {"actor_rollout_ref.actor": {"use_kl_loss": True, "kl_loss_coef": 0.0, "kl_loss_type": "abs"}}),
+        ("skyrl", {"trainer.algorithm.kl_loss_coef": 0.0}),
+    ],
+)
+def test_what_is_turned_off_is_no_reason_to_fail(peer, settings):
+    assert translate(settings, peer).not_expressed == ()
+    switched_on = {key: True if value is False else value for key, value in settings.items()}
+    assert peer != "verl" or len(settings) == 1 or translate(switched_on, peer).not_expressed
+
+
+def test_verls_kl_beside_a_mean_over_sequences_is_not_expressed():
+    actor = {"policy_loss": {"loss_mode": "geo_mean"}, "use_kl_loss": True, "loss_agg_mode": "token-mean"}
+    (message,) = translate({"actor_rollout_ref.actor": actor}, "verl").not_expressed
+    assert message.startswith("use_kl_loss: under geo_mean")
+    assert not translate({"actor_rollout_ref.actor": actor | {"kl_loss_coef": 0}}, "verl").not_expressed
+
+
+def test_verls_reward_shaping_points_to_nemo_rls():
+    key = "reward.reward_kwargs.overlong_buffer_cfg.len"
+    assert translate({key: 512}, "verl").outside_loss_fn == {key: "grpo.reward_shaping.overlong_buffer_length"}
+
+
+@pytest.mark.parametrize("loss_type", ["ipo", "icepop", "ppo", "cispo"])
+def test_prime_rls_losses_equal_their_formulas(loss_type):
+    """The formulas of prime-rl's September versions, in plain loops; w = π/μ."""
+    bounds = {"icepop": (0.2, 5.0), "ppo": (0.8, 1.2), "cispo": (0.0, 5.0), "ipo": (0.0, 0.0)}[loss_type]
+    loss_fn, _ = build_with_warnings(translate({"trainer.loss.type": loss_type}, "prime_rl").loss_fn)
+    batch = random_batch(3)
+    curr = batch.curr.clone().requires_grad_()
+    data = batch.nemo_rl_data()
+    value, _ = loss_fn(curr, data, *valid_counts([data]))
+    tensors = {name: tensor.detach() for name, tensor in batch.double().items()}
+    total = count = 0.0
+    for row in range(len(tensors["curr"])):
+        for at in range(tensors["curr"].shape[1]):
+            p, q, a, m = (float(tensors[name][row][at]) for name in ("curr", "gen", "advantages", "mask"))
+            if not m:
+                continue
+            count += 1
+            ratio = math.exp(p - q)
+            if loss_type == "ipo":
+                total -= ratio * a * (abs(math.exp(p) - math.exp(q)) <= 0.3)
+            elif loss_type == "icepop":
+                total -= ratio * a * (bounds[0] <= ratio <= bounds[1])
+            elif loss_type == "ppo":
+                total -= min(ratio * a, min(max(ratio, bounds[0]), bounds[1]) * a)
+            else:
+                total -= min(max(ratio, bounds[0]), bounds[1]) * a * p
+    assert value.item() == pytest.approx(total / count, rel=1e-4)
 
 
 def test_two_candidates_are_an_error_that_names_both():

@@ -176,7 +176,7 @@ def test_command_line_flags_and_a_second_file(tmp_path):
         ),
         ({"trainer": {"algorithm": {"policy_loss_type": "dual_clip"}}}, "skyrl", {"ratio_clip_c": 3.0}),
         ({"trainer.algorithm.cispo.cispo_anchor": "rollout"}, "skyrl", {"ratio_clip_max": 0.2}),
-        ({"trainer": {"loss": {"type": "ipo", "ipo_threshold": 0.3, "kl_tau": 0.0}}}, "prime_rl", {"name": "ipo"}),
+        ({"trainer": {"loss": {"type": "ipo", "eps": 0.3, "kl_tau": 0.0}}}, "prime_rl", {"name": "ipo"}),
         ({"algo.advantage.is_correction_enable": True}, "openrlhf", {"truncated_importance_sampling_ratio_min": 0.5}),
         (
             {"actor.policy_loss_type": "gspo", "algo.advantage.is_correction_enable": True},
@@ -239,6 +239,10 @@ def test_command_writes_the_block_and_its_status_tells_whether_it_is_complete(tm
     file.write_text("policy_loss: {loss_mode: clip_cov}")
     assert main(["translate", str(file), "--from", "verl", "--out", str(out)]) == 1
     assert "NOT EXPRESSED: policy_loss.loss_mode: clip_cov" in out.read_text()
+    (link := tmp_path / "link.yaml").symlink_to(file)
+    assert main(["translate", str(file), "--out", str(link)]) == 2
+    assert "link.yaml is a link" in capsys.readouterr().err
+    assert "clip_cov" in file.read_text()
     assert main(["translate", str(file), "--from", "vrl"]) == 2
     assert "did you mean 'verl'" in capsys.readouterr().err
 

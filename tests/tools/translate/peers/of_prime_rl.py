@@ -23,15 +23,16 @@ def _loss(**settings: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "default, narrow": _loss(dppo_mask_low=0.02, dppo_mask_high=0.05, kl_tau=0.1),
-    "default, no penalty": _loss(dppo_mask_low=0.05, dppo_mask_high=0.02, kl_tau=0.0),
-    "ipo": _loss(type="ipo"),
-    "ipo, narrow": _loss(type="ipo", ipo_threshold=0.03, kl_tau=0.1),
-    "ipo, scaled advantages": _loss(type="ipo", adv_tau=0.5),
+    "dppo": _loss(type="default"),
+    "dppo, narrow": _loss(type="default", dppo_mask_low=0.02, dppo_mask_high=0.05, kl_tau=0.1),
+    "dppo, no penalty": _loss(type="default", dppo_mask_low=0.05, dppo_mask_high=0.02, kl_tau=0.0),
+    "ipo, the default": {},
+    "ipo, narrow": _loss(eps=0.03, kl_tau=0.1),
+    "ipo, narrow, by its former name": _loss(type="ipo", ipo_threshold=0.03),
+    "ipo, scaled advantages": _loss(adv_tau=0.5),
 }
 DIFFERS: dict[str, str] = {}
-_DEFAULTS = {"type": "default", "dppo_mask_low": 0.2, "dppo_mask_high": 0.2, "ipo_threshold": 0.1, "adv_tau": 1.0}
+_DEFAULTS = {"type": "ipo", "dppo_mask_low": 0.2, "dppo_mask_high": 0.2, "adv_tau": 1.0}
 
 RUNNABLE = (_LOSS,)
 """Beginnings of the settings that ``loss`` takes."""
@@ -45,9 +46,10 @@ def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tupl
 
         def run(settings: Mapping[str, Any], batch: RandomBatch) -> tuple[Tensor, Tensor]:
             tensors = batch.double()
-            config = SimpleNamespace(
-                **{**_DEFAULTS, "kl_tau": 1e-3, **{key.removeprefix(_LOSS): value for key, value in settings.items()}}
-            )
+            own = {key.removeprefix(_LOSS): value for key, value in settings.items()}
+            # The checkout is older than the names and the defaults of September 2026.
+            defaults = {**_DEFAULTS, "kl_tau": 1e-3 if own.get("type") == "default" else 0.0}
+            config = SimpleNamespace(**{**defaults, "ipo_threshold": own.get("eps", 0.3), **own})
             function = peer.ipo_loss_fn if config.type == "ipo" else peer.default_loss_fn
             value, _ = peer.compute_loss(
                 trainer_logprobs=list(tensors["curr"]),

@@ -66,6 +66,7 @@ def _convert(settings: PeerSettings) -> Conversion:
     yield from without_counterpart(
         settings,
         {
+            "algorithm.use_pf_ppo": ((False, None), "NeMo-RL draws no samples by their scores"),
             ACTOR + "entropy_coeff": ((0, 0.0, None), "NeMo-RL's losses have no entropy bonus"),
             ROLLOUT + "logprobs_mode": (
                 ("processed_logprobs", None),
@@ -115,6 +116,7 @@ PEER = Peer(
     config_options=("config_name", "defaults"),
     base_configs={
         "ppo_*trainer": {},
+        "legacy_reward_impl": {},
         "one_step_off_ppo_*trainer": {},
         "fully_async_ppo_*trainer": {RC + "bypass_mode": True, ACTOR + "use_rollout_log_probs": True},
     },

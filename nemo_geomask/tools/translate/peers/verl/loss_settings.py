@@ -98,6 +98,9 @@ def convert_normalization(settings: PeerSettings, mode: str) -> Conversion:
             yield Assign(
                 "token_level_loss", False, f"in verl, {mode} is a mean over sequences, whatever loss_agg_mode is"
             )
+            if settings[ACTOR + "use_kl_loss"] and settings[ACTOR + "loss_agg_mode"] != "seq-mean-token-mean":
+                text = f"use_kl_loss: under {mode} verl averages the KL by loss_agg_mode, this package over sequences"
+                yield Remark(text, ("use_kl_loss",))
             return
         yield from convert_value(
             settings,
