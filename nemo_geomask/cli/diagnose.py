@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from nemo_geomask.cli.arguments import add_limit_option, positive_number
+from nemo_geomask.cli.arguments import add_limit_option
 
 EXIT_STATUS = {
     0: "healthy; with several runs, the worst of them counts",
@@ -21,7 +21,6 @@ examples
   nemo-geomask diagnose logs/exp_001
   nemo-geomask diagnose logs/a logs/b --full
   nemo-geomask diagnose records/ --json > diagnosis.json
-  nemo-geomask diagnose logs/exp_001 --watch 60
   nemo-geomask diagnose logs/a logs/b --html report.html --tokenizer Qwen/Qwen3-30B-A3B
   nemo-geomask diagnose logs/exp_001 --by probability
   nemo-geomask diagnose logs/exp_001 --by entropy,advantage --by turn
@@ -53,12 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length.add_argument("--full", action="store_true", help="print all tables below the verdicts")
     length.add_argument("--brief", action="store_true", help="print only the verdicts (the default, unless with --by)")
     parser.add_argument(
-        "--watch",
-        type=positive_number,
-        metavar="SECONDS",
-        help="look for new steps at this interval, until Ctrl-C, and print the verdicts that changed",
-    )
-    parser.add_argument(
         "--tokenizer",
         metavar="NAME",
         help="show tokens as text, decoded by this Hugging Face tokenizer (a name or a folder)",
@@ -67,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--html",
         type=Path,
         metavar="FILE",
-        help="write an HTML report of all runs side by side, which works offline; with --watch, after each new step",
+        help="write an HTML report of all runs side by side, which works offline",
     )
     parser.add_argument(
         "--skip-damaged",
@@ -107,7 +100,6 @@ def run(arguments: argparse.Namespace) -> int:
         as_json=arguments.json,
         has_tables=arguments.full,
         is_brief=arguments.brief,
-        watch_seconds=arguments.watch,
         tokenizer=arguments.tokenizer,
         html=arguments.html,
         cache=arguments.cache,

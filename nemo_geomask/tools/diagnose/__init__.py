@@ -5,7 +5,7 @@ listed here, and nothing from its modules::
 
     run = find_run(Path("logs/exp_001"))
     diagnosis = diagnose(survey_run(run))
-    write_report(Path("report.html"), [(run, diagnosis)])
+    write_report(Path("report.html"), [(run.directory, diagnosis)])
 """
 
 from __future__ import annotations

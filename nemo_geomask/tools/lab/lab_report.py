@@ -191,7 +191,7 @@ def print_diagnosis(curves: Sequence[RunCurves], out: Path, console: Any) -> Non
         for label, curve in recorded.items():
             (run,) = find_runs([Path(curve.facts["loss_fn"]["record"]["dir"])])
             diagnosis = diagnose(survey_run(run))
-            diagnosed.append((run, diagnosis))
+            diagnosed.append((run.directory, diagnosis))
             console.print(f"{label}: {diagnosis.headline}", highlight=False, markup=False)
         path = out / "report.html"
         write_report(path, diagnosed, names=list(recorded))

@@ -106,9 +106,43 @@ def _large_flips(step: Step, strength: float) -> None:
     step.add_noise(step.random.random(len(step.target)) < strength * ROUTING_FLIP_SHARE, 5 * ROUTING_FLIP_NOISE)
 
 
+def _growing(select: Callable[[Step], Array]) -> Plant:
+    """Return noise that grows with the number of the step, from the first one on."""
+
+    def plant(step: Step, strength: float) -> None:
+        step.add_noise(select(step), strength * USUAL_NOISE * step.number)
+
+    return plant
+
+
+def _two_faults(step: Step, strength: float) -> None:
+    """Late tokens since step 6, tokens after tool calls since step 7."""
+    step.add_noise((step.position >= 128) & (step.number >= 6), strength * USUAL_NOISE)
+    step.add_noise((step.turn > 0) & (step.number >= 7), strength * USUAL_NOISE)
+
+
+def _smooth(step: Step, strength: float) -> None:
+    step.prev = np.log((1 - strength) * np.exp(step.prev) + strength / VOCABULARY_SIZE)
+
+
+def _penalise(step: Step, strength: float) -> None:
+    """Make tokens that occurred before in the response less likely in the sampler, and new ones likelier."""
+    _, first = np.unique(step.sequence * 1000 + step.token, return_index=True)
+    is_new = np.zeros(len(step.token), bool)
+    is_new[first] = True
+    step.prev = step.prev + strength * np.where(is_new, -0.3, 1.0) * (1 - np.exp(step.gen))
+
+
+def _half_of_the_ends(step: Step) -> Array:
+    chosen = step.random.random(len(step.columns["length"])) < 0.5
+    flags: Array = (step.from_end == 0) & chosen[step.sequence]
+    return flags
+
+
 _AGES, _FLIPS = PLANTED_CAUSES["staleness"].effect, PLANTED_CAUSES["routing"].effect
 _HIDDEN = {"ages": False}
 _NOISES = (8.0, 20.0, 60.0)
+_GROWTHS = (2.0, 8.0, 30.0)
 FAULTS: dict[str, Fault] = {
     "replica_recorded": Fault(noise_at(lambda s: s.per_token("replica") == 3), _NOISES, ("replica",)),
     "replica_unrecorded": Fault(
@@ -180,6 +214,15 @@ FAULTS: dict[str, Fault] = {
     "precision": Fault(PLANTED_CAUSES["precision"].effect, (4.0, 8.0, 15.0), ("all",), ("precision",), onset=7),
     "stale_engine": Fault(
         PLANTED_CAUSES["stale_engine"].effect, (0.05, 0.1, 0.4), ("all",), ("stale_engine",), onset=7
+    ),
+    "growing_noise": Fault(_growing(lambda s: np.ones(len(s.target), bool)), _GROWTHS, ("all",), ("precision",)),
+    "growing_environment": Fault(_growing(lambda s: s.per_token("environment") == 1), _GROWTHS, ("environment",)),
+    "growing_tool_calls": Fault(_growing(lambda s: s.turn > 0), _GROWTHS, ("turn",)),
+    "two_faults": Fault(_two_faults, _NOISES, ("position", "turn")),
+    "label_smoothing": Fault(_smooth, (0.02, 0.05, 0.1), ("all",), ("smoothed",), on_logprobs=True),
+    "repetition_penalty": Fault(_penalise, (0.05, 0.2, 0.5), ("all",), ("penalty",), on_logprobs=True),
+    "missing_end": Fault(
+        _shift_prev(_half_of_the_ends), (3.0, 5.0, 8.0), ("from_end",), on_logprobs=True, options={"experts": True}
     ),
 }
 """Faults by name."""

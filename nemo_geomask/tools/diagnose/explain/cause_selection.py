@@ -89,9 +89,9 @@ def rank_causes(detections: Mapping[str, Detection], evidence: Evidence) -> list
     if "filtered" in shown:
         # Where the filter keeps a single token, that token has a log-prob of 0.
         shown.pop("zero_logprobs", None)
-    if {"filtered", "temperature", "scaled", "stale_engine"} & set(shown):
+    if {"filtered", "temperature", "penalty", "smoothed", "scaled", "stale_engine"} & set(shown):
         shown.pop("biased_weight", None)  # it follows from any of them
-    if "temperature" in shown:
+    if {"temperature", "penalty", "smoothed"} & set(shown):
         shown.pop("precision", None)  # noise has no tilt
     if "routing" in shown:
         shown.pop("few_tokens", None)  # the tokens whose experts differ

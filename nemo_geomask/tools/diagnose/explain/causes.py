@@ -43,12 +43,15 @@ _PLACE_DEFAULTS: dict[str, Any] = {
     "the sequences that did not choose it; our threshold, measured on planted causes",
 }
 _DETECTORS: dict[str, Detector] = {
+    "current_policy": faults.detect_current_policy,
     "filtered": signatures.detect_filter,
     "zero_logprobs": faults.detect_zeros,
     "nonfinite": faults.detect_nonfinite,
     "positive_logprobs": faults.detect_positive,
     "shifted": faults.detect_shift,
     "temperature": signatures.detect_temperature,
+    "penalty": signatures.detect_penalty,
+    "smoothed": signatures.detect_smoothed,
     "scaled": signatures.detect_scaled,
     "biased_weight": signatures.detect_biased_weight,
     "stale_engine": stale_engine.detect_stale_engine,
@@ -72,7 +75,7 @@ def _read_cause(table: Mapping[str, Any]) -> Cause:
 _TEXT = files("nemo_geomask.tools.diagnose.explain").joinpath("causes.toml").read_text(encoding="utf-8")
 CAUSES = tuple(_read_cause(table) for table in tomllib.loads(_TEXT)["cause"])
 """All causes; of two that account for equal shares of the mismatch, the first is named."""
-DISTRIBUTION_CAUSES = ("filtered", "temperature", "scaled", "biased_weight", "stale_engine")
+DISTRIBUTION_CAUSES = ("filtered", "temperature", "penalty", "smoothed", "scaled", "biased_weight", "stale_engine")
 """Causes that change the log-probs of all tokens, of some more than of others."""
 NOISE_CAUSES = ("few_tokens", "routing", "precision")
 """Causes without a place or a shape of their own: they account for what no other cause does."""

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from nemo_geomask.tools.diagnose.locate.change_points import MIN_BEFORE
 from nemo_geomask.tools.diagnose.locate.location import Location, locate
 from nemo_geomask.tools.diagnose.locate.region import Region
 from nemo_geomask.tools.diagnose.locate.step_patterns import Period
@@ -104,11 +105,6 @@ class Evidence:
             return f"before {self.onset}", f"from {self.onset}"
         return "", "all steps" if self.first_step == min(self.statistics.steps) else f"from {self.first_step}"
 
-    @property
-    def compares_runs(self) -> bool:
-        """True if *before* is another run."""
-        return self.against is not None
-
     @cached_property
     def tokens(self) -> TokenTable:
         """The tokens of *after*, without a first step of engines that still agree on every token."""
@@ -119,16 +115,29 @@ class Evidence:
 
     @cached_property
     def location(self) -> Location:
-        """Location of the excess mismatch of *after*."""
-        return locate(self.tokens, self.tokens_before)
+        """Location of the excess mismatch of *after*.
+
+        A fault that grows from the start is in the first steps, too: so few are no measure of what is usual in a place.
+        """
+        is_short = self.onset is not None and sum(step < self.onset for step in self.statistics.steps) < MIN_BEFORE
+        return locate(self.tokens, None if is_short else self.tokens_before)
+
+    def is_growth(self, region: Region) -> bool:
+        """Return True for a region of the last steps since a rise: what has risen keeps growing."""
+        last = self.steps_after[len(self.steps_after) - len(region.values) :]
+        return self.onset is not None and region.id == "step" and last == tuple(map(int, region.values))
 
     @cached_property
     def elsewhere(self) -> TokenTable:
         """The tokens of *after* outside the regions of :attr:`location`; all tokens if hardly any is outside.
 
-        A region of probabilities does not count: causes of all tokens make some probabilities worse than others.
+        A region of probabilities does not count, nor one of the last steps: causes of all tokens make some
+        probabilities worse than others, and may grow.
         """
-        outside = self.tokens.select(self.location.outside(len(self.tokens), ignored="probability"))
+        is_outside = self.location.outside(
+            len(self.tokens), lambda region: region.id == "probability" or self.is_growth(region)
+        )
+        outside = self.tokens.select(is_outside)
         expected, remaining = (float((part.weight * part.one_minus_p).sum()) for part in (self.tokens, outside))
         return outside if remaining > MIN_OUTSIDE * expected else self.tokens
 

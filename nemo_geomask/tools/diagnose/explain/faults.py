@@ -90,3 +90,23 @@ def detect_shift(evidence: Evidence, threshold: float) -> Detection:
     if is_one_of_several_steps and detection.value < MIN_SHIFTED_IN_ONE_STEP:
         return replace(detection, is_shown=False, steps=())
     return detection
+
+
+def detect_current_policy(evidence: Evidence, threshold: float) -> Detection:
+    """Look for a ``curr`` that differs from ``prev`` where no weight has changed, or belongs to another token."""
+
+    def shifted(sums: StepSums) -> float:
+        return ratio_or_nan(sums["curr_shifted"], sums["curr_sequences"])
+
+    def share(sums: StepSums) -> float:
+        if math.isnan(shifted(sums)):
+            return math.nan
+        return max(sums.mean("curr_noisy", "curr_tokens"), float(shifted(sums) > MIN_SHIFTED_IN_ONE_STEP))
+
+    total = shifted(evidence.statistics.total())
+    if math.isnan(total):
+        return Detection(math.nan, "no curr to compare with prev", needs="curr and prev of updates (loss_fn.record)")
+    description = "{:.0%} of the tokens of the first rows differ by more than numerical noise"
+    if total > 0:
+        description = f"curr of {total:.0%} of the sequences fits a neighbouring token's prev better"
+    return _detect_in_steps(evidence, share, threshold, description, None)

@@ -8,15 +8,18 @@ undo it. What no mismatch can be (a negative KL, a multiplicative error below 1)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import NamedTuple
 
 import numpy as np
 
 from nemo_geomask.errors import DataError
 from nemo_geomask.tools.diagnose.locate.change_points import MIN_NOISE, MIN_RISE, MIN_SCORE, find_change
-from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_ORDER, IMMATERIAL_K3, Health
+from nemo_geomask.tools.diagnose.locate.factors import describe_steps
+from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_ORDER, Health
 from nemo_geomask.tools.diagnose.read.logged_metrics import MetricSeries
 
 TO_RECORD = "to diagnose the cause, record the run (loss_fn.record)"
@@ -24,127 +27,34 @@ _OTHER_MODES = ("val", "validation", "eval", "test")
 """First parts of the names of metrics that are not of training."""
 _ROUNDING = 1e-4
 """How far below its smallest value a metric may be by rounding."""
-_MATERIAL = math.sqrt(2 * IMMATERIAL_K3)
-"""Mean abs(Δ) below which a mismatch is too small to matter."""
 
 
 @dataclass(frozen=True)
 class LoggedMetric:
-    """A quantity that training systems log, and how it is judged.
+    """A quantity that training systems log, and how it is judged; ``logged_metrics.toml`` describes the fields."""
 
-    Attributes:
-        drifting, broken: limits of the excess.
-        smallest, largest: what the quantity can be; a value outside is named and not judged.
-        is_signed: True if a value below ``smallest`` is judged by its size: it may be of another KL estimator.
-    """
-
-    names: Mapping[str, tuple[str, ...]]  # its names by system, without prefixes such as ``train/`` and ``actor/``
-    excess: Callable[[float], float]  # how far a value is on the bad side of perfect agreement, 0 or more
+    names: Mapping[str, Sequence[str]]
+    excess: str
     drifting: float
     broken: float
-    floor: float  # excess below which the mismatch is too small to matter
-    limits: str  # the limits as the verdict prints them
+    floor: float
+    limits: str
     smallest: float = 0.0
     largest: float = math.inf
-    impossible: str = "a mean of absolute values can't be below 0"  # what a value outside means
+    impossible: str = "a mean of absolute values can't be below 0"
     is_signed: bool = False
 
+    def measure_excess(self, value: float) -> float:
+        """Return how far a value is on the bad side of perfect agreement, 0 or more."""
+        if self.excess in ("below_one", "ratio"):
+            logarithm = math.log(value) if value > 0 else -math.inf
+            return -logarithm if self.excess == "below_one" else abs(logarithm)
+        return abs(value) if self.excess == "size" else max(value - (self.excess == "above_one"), 0.0)
 
-_NO_KL = "no KL is; unless it is noise of k1, gen are not the sampler's log-probs, or those of other tokens"
-LOGGED_METRICS: tuple[LoggedMetric, ...] = (
-    LoggedMetric(
-        {"NeMo-RL": ("token_mult_prob_error",)},
-        excess=lambda value: max(value - 1.0, 0.0),
-        drifting=0.05,
-        broken=0.5,
-        floor=_MATERIAL,
-        limits="1.05, 1.5",
-        smallest=1.0,
-        impossible="a mean of exp(abs(Δ)) is at least 1; such steps had no trained tokens, or an empty part",
-    ),
-    LoggedMetric(
-        {
-            "NeMo-RL": ("gen_kl_error",),
-            "nemo_geomask": ("geomask/mismatch_k3",),
-            "verl": ("rollout_corr/k3_kl", "mismatch/mismatch_k3_kl"),
-            "prime-rl": ("mismatch_kl/mean", "mismatch_kl/all/mean"),
-        },
-        excess=abs,
-        drifting=0.01,
-        broken=0.1,
-        floor=IMMATERIAL_K3,
-        limits="0.01, 0.1",
-        impossible=_NO_KL,
-        is_signed=True,
-    ),
-    LoggedMetric(
-        {
-            "nemo_geomask": ("geomask/mismatch_k1",),
-            "verl": ("rollout_corr/kl", "mismatch/mismatch_kl"),
-            "AReaL": ("behave_approx_kl/avg",),
-            "OpenRLHF": ("vllm_kl",),
-        },
-        excess=abs,
-        drifting=0.01,
-        broken=0.1,
-        floor=IMMATERIAL_K3,
-        limits="±0.01, ±0.1",
-        smallest=-math.inf,
-    ),
-    LoggedMetric(
-        {
-            "nemo_geomask": ("geomask/mismatch_abs",),
-            "TRL": ("sampling/sampling_logp_difference/mean",),
-            "slime": ("train_rollout_logprob_abs_diff",),
-            "SkyRL": ("rollout_train_logprobs_abs_diff_mean",),
-            "open-instruct": ("debug/vllm_vs_local_logprob_diff_mean",),
-            # of probabilities, so that it is at most the difference of the log-probs
-            "verl": ("training/rollout_probs_diff_mean",),
-        },
-        excess=abs,
-        drifting=math.log(1.05),
-        broken=math.log(1.5),
-        floor=_MATERIAL,
-        limits="0.049, 0.41",
-    ),
-    LoggedMetric(
-        {"verl": ("rollout_corr/chi2_token",)},
-        excess=lambda value: max(value, 0.0),
-        drifting=0.3,
-        broken=1.0,
-        floor=2 * IMMATERIAL_K3,
-        limits="0.3, 1",
-        smallest=-1.0,
-        impossible="a mean of squares minus 1 is at least -1",
-    ),
-    LoggedMetric(
-        {"verl": ("rollout_corr/rollout_is_eff_sample_size",)},
-        excess=lambda value: -math.log(value) if value > 0 else math.inf,
-        drifting=-math.log(0.3),
-        broken=-math.log(0.1),
-        floor=_MATERIAL,
-        limits="0.3, 0.1",
-        largest=1.0,
-        impossible="an effective sample size is between 0 and 1",
-    ),
-    LoggedMetric(
-        {
-            "NeMo-RL": ("sampling_importance_ratio",),
-            "verl": ("rollout_corr/rollout_is_mean",),
-            "TRL": ("sampling/importance_sampling_ratio/mean",),
-            "SkyRL": ("is_ratio_mean",),
-            "AReaL": ("behave_imp_weight/avg",),
-        },
-        excess=lambda value: abs(math.log(value)) if value > 0 else math.inf,
-        drifting=math.log(2),
-        broken=math.log(10),
-        floor=_MATERIAL,
-        limits="0.5 to 2, 0.1 to 10",
-        impossible="a weight can't be below 0",
-    ),
-)
-"""Judged quantities; limits as for records, or where the systems themselves warn."""
-_ERROR, _WEIGHT = LOGGED_METRICS[0], LOGGED_METRICS[-1]
+
+_TEXT = files("nemo_geomask.tools.diagnose.explain").joinpath("logged_metrics.toml").read_text(encoding="utf-8")
+LOGGED_METRICS = tuple(LoggedMetric(**table) for table in tomllib.loads(_TEXT)["metric"])
+"""Judged quantities."""
 _BY_NAME = {name: metric for metric in LOGGED_METRICS for names in metric.names.values() for name in names}
 
 
@@ -164,12 +74,16 @@ class LoggedVerdict:
 
 
 class _MetricVerdict(NamedTuple):
-    """Verdict from one metric: as :class:`LoggedVerdict`, and why it can't be called healthy, if it can't."""
+    """Verdict from one metric: as :class:`LoggedVerdict`, and why it can't be called healthy, if it can't.
+
+    ``beyond`` says in which of the judged steps an unhealthy metric is beyond its limit, if its median is not.
+    """
 
     health: Health
     since: int | None
     median: float
     remarks: list[str]
+    beyond: str = ""
     unknown: str = ""
 
 
@@ -192,7 +106,7 @@ def judge_logged(series: MetricSeries) -> LoggedVerdict | None:
     empty_steps = {
         step
         for name, metric in metrics.items()
-        if metric is _ERROR
+        if metric.excess == "above_one"
         for step, value in series[name].items()
         if value < 1.0 - _ROUNDING
     }
@@ -226,14 +140,15 @@ def _find_metric(name: str) -> LoggedMetric | None:
 
 def _value_text(name: str, metric: LoggedMetric, verdict: _MetricVerdict) -> str:
     text = f"{name} {verdict.median:.4g}"
-    return text if verdict.health == "healthy" else f"{text} ({verdict.health}; limits {metric.limits})"
+    beyond = f", beyond its limit in {verdict.beyond}" if verdict.beyond else ""
+    return text if verdict.health == "healthy" else f"{text} ({verdict.health}{beyond}; limits {metric.limits})"
 
 
 def _judge_metric(
     name: str, metric: LoggedMetric, by_step: Mapping[int, float], empty_steps: set[int]
 ) -> _MetricVerdict:
     steps = sorted(by_step)
-    excess, impossible = _read_excess(metric, by_step, empty_steps if metric is not _ERROR else set())
+    excess, impossible = _read_excess(metric, by_step, set() if metric.excess == "above_one" else empty_steps)
     usable = list(excess)
     last_third = steps[-max(3, len(steps) // 3) :]
     windows = ([excess[step] for step in last_third if step in excess], [excess[step] for step in usable[-2:]])
@@ -260,11 +175,14 @@ def _judge_metric(
         remarks.append(
             f"{name} is {math.exp(rise):.3g} times as far from agreement since step {since}, within its limit"
         )
-    elif health != "healthy" and metric is _WEIGHT and median < 1:
+    elif health != "healthy" and metric.excess == "ratio" and median < 1:
         remarks.append(
             "the weights of the correction have vanished, and with them the gradient, as products over long sequences "
             "do: set loss_fn.is_correction_level: sequence_mean (or token)"
         )
+    beyond_now = [step for step in beyond if step in judged]
+    is_half = health != "healthy" and 2 * len(beyond_now) <= len(judged)
+    half = f"{len(beyond_now)} of {len(judged)} steps: {describe_steps(beyond_now, len(judged))}" if is_half else ""
     unknown = ""
     missing = [step for step in last_third if step not in excess]
     nan_count = sum(math.isnan(by_step[step]) for step in last_third)
@@ -273,7 +191,7 @@ def _judge_metric(
         unknown = f"{kind} in most of the last third of the steps: {'; '.join(remarks) or name}"
     elif {*beyond} & {*last_third} and _is_many(nan_count + len({*beyond} & {*last_third}), len(last_third)):
         unknown = f"{name} is beyond its limit or NaN in too many of the last {len(last_third)} steps"
-    return _MetricVerdict(health, since, median, remarks, unknown)
+    return _MetricVerdict(health, since, median, remarks, half if beyond_now else "", unknown)
 
 
 def _read_excess(
@@ -288,7 +206,7 @@ def _read_excess(
         if not is_possible:
             impossible.add(step)
         if is_possible or (metric.is_signed and math.isfinite(value)):
-            excess[step] = metric.excess(value)
+            excess[step] = metric.measure_excess(value)
     return excess, impossible
 
 

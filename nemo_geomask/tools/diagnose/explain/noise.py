@@ -77,7 +77,7 @@ def _large_shares(table: TokenTable, limit: float) -> Array:
 def _reference(evidence: Evidence) -> str:
     if evidence.tokens_before is None:
         return "of bfloat16 against float32"
-    return f"of {evidence.side_names[0]}" if evidence.compares_runs else "before"
+    return f"of {evidence.side_names[0]}" if evidence.against is not None else "before"
 
 
 def _median_growth(evidence: Evidence) -> float:

@@ -43,10 +43,8 @@ def detect_place(*ids: str, is_early: bool = False) -> Detector:
         tested = [location.tested[id_] for id_ in ids if id_ in location.tested]
         if region is None:
             return _describe_absence(evidence, ids, tested)
-        if evidence.onset is not None and region.id == "step" and max(evidence.steps_after) in _steps_of(region):
-            steps = [step for step in evidence.steps_after if step >= min(region.values)]
-            if len(steps) == len(region.values):  # the last steps: what has risen keeps growing
-                return Detection(region.excess, f"the mismatch is largest in {region.description}, the last ones")
+        if evidence.is_growth(region):
+            return Detection(region.excess, f"the mismatch is largest in {region.description}, the last ones")
         few = _has_few_bad_tokens(evidence, region)
         description = (
             f"{region.lift:.1f} times the mismatch of the other tokens, in {region.sequences:.0%} of the sequences"
@@ -129,7 +127,7 @@ def detect_staleness(evidence: Evidence, threshold: float) -> Detection:
     compared with the fresh ones before.
     """
     by_age = _detect_ages(evidence, threshold)
-    if by_age.is_shown or evidence.compares_runs:
+    if by_age.is_shown or evidence.against is not None:
         return by_age
     if not by_age.is_shown and (fresh := _compare_with_fresh(evidence, threshold)) is not None:
         return fresh

@@ -11,7 +11,6 @@ from nemo_geomask.tools.diagnose.explain.cause_selection import ShownCause
 from nemo_geomask.tools.diagnose.explain.causes import Cause
 from nemo_geomask.tools.diagnose.explain.evidence import Detection, Evidence
 from nemo_geomask.tools.diagnose.locate.change_points import MIN_VALUES
-from nemo_geomask.tools.diagnose.locate.mismatch_history import Alarm
 from nemo_geomask.tools.diagnose.measure.thresholds import IMMATERIAL_K3, Health, Reading
 
 NOTABLE_GROWTH, NOTABLE_SHARE = 4.0, 0.5
@@ -51,7 +50,6 @@ class RunDiagnosis:
     shown: tuple[ShownCause, ...]  # the causes that are shown, the one that accounts for most of the mismatch first
     detections: dict[str, Detection]  # result of each cause's detector, by the id of the cause
     readings: dict[str, Reading]  # value of each health limit over the steps that count, by its name
-    alarms: tuple[Alarm, ...]  # numbers that have changed during the run
     evidence: Evidence  # the data that the detectors read
     counted_steps: int  # number of steps that the readings are computed over
     surprise: float  # mean of −gen over these steps, in nats a token

@@ -9,28 +9,23 @@ training engine computes. They are sought among the tokens outside the regions t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
 from nemo_geomask.tools.diagnose.explain.evidence import (
     Detection,
-    Detector,
     Evidence,
     MismatchSums,
     fault_mismatch,
 )
+from nemo_geomask.tools.diagnose.explain.profile import Profile, in_scope, net_mismatch, profile
 from nemo_geomask.tools.diagnose.measure.dimensions import SURPRISE_EDGES
 from nemo_geomask.tools.diagnose.measure.step_sums import ratio_or_nan
-from nemo_geomask.tools.diagnose.measure.token_table import REPLICATES, TokenTable, sum_with_replicates
+from nemo_geomask.tools.diagnose.measure.token_table import TokenTable, sum_with_replicates
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
-TRIMMED_SHARE = 0.05
-"""Share of a bin's tokens that is left out at each end of Δ."""
-MIN_BIN_TOKENS = 100
-"""Number of tokens that a bin needs to take part."""
 MIN_ERRORS = 6.0
 """Number of standard errors by which a shift must differ from 0."""
 MIN_BIN_ERRORS = 4.0
@@ -44,116 +39,14 @@ A sample may lack the few large weights without which the mean is below 1, or ho
 """
 MIN_DOUBTFUL_TILT = 0.005
 """Tilt above which the temperatures are left open; clean runs of the lab have up to 0.001."""
-MAX_SCALED_DELTA = 0.1
-"""Value at which Δ/(1 − p) is clipped, so that of large noise only the sign counts."""
 MAX_SPREAD_OF_FACTOR = 0.3
 """Largest relative deviation of a bin's Δ/surprise from that of all bins, for log-probs scaled by a factor."""
-KNOWN_TO_SAMPLER = {"environment", "replica", "staleness", "step", "group"}
-"""Factors of sequences that may have a sampling distribution of their own: known when they are generated."""
 MIN_RANGE_OF_FACTOR = 8.0
 """Smallest ratio of the largest to the smallest surprise over which Δ is in proportion to it."""
+MIN_FLOOR_RATIO = 0.4
+"""Smallest ratio of the shifts of two bins of nearly sure tokens for them to be the same shift."""
 UNSURE_BIN = int(np.digitize(2.0, SURPRISE_EDGES))
 """First bin of tokens with a probability below e^-2 = 0.14."""
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Typical Δ of each bin of probability that has enough tokens."""
-
-    bins: Array  # [K], number of the bin, in the order of falling probability
-    tokens: Array  # [K], weighted number of tokens
-    surprise: Array  # [K], mean surprise
-    delta: Array  # [K], trimmed mean of Δ
-    weight: Array  # [K], trimmed mean of exp(Δ) − 1
-    tilt: Array  # [K], mean of Δ/(1 − p), clipped
-    median: Array  # [K], median of Δ
-    error: Array  # [K], standard error of ``delta``
-    tilt_error: Array  # [K], standard error of ``tilt``
-    tilt_square: Array  # [K], mean square of Δ/(1 − p), clipped
-
-    def mean(self, values: Array) -> float:
-        """Return the mean of a value over all tokens."""
-        return float(np.average(values, weights=self.tokens))
-
-
-@lru_cache(maxsize=4)
-def profile(table: TokenTable) -> Profile | None:
-    """Return the profile of some tokens; None if no bin of probability has enough of them."""
-    bins, weight = np.digitize(table.surprise, SURPRISE_EDGES), table.weight.astype(float)
-    columns = []
-    for number in np.flatnonzero(np.bincount(bins, minlength=1) >= MIN_BIN_TOKENS).tolist():
-        chosen = np.flatnonzero(bins == number)
-        order = chosen[np.argsort(table.delta[chosen], kind="stable")]
-        w, delta = weight[order], table.delta[order].astype(float)
-        rank = (np.cumsum(w) - w / 2) / w.sum()
-        kept = (rank > TRIMMED_SHARE) & (rank < 1 - TRIMMED_SHARE)
-        scaled = np.clip(delta / table.one_minus_p[order], -MAX_SCALED_DELTA, MAX_SCALED_DELTA)
-        count = w.sum() ** 2 / np.square(w).sum()
-
-        def mean(values: Array, w: Array = w) -> float:
-            return float((w * values).sum() / w.sum())
-
-        tilt, square = mean(scaled), mean(np.square(scaled))
-        trimmed = mean(delta[kept], w[kept])
-        spread = math.sqrt(max(mean(np.square(delta[kept] - trimmed), w[kept]), 1e-24))
-        columns.append(
-            (
-                number,
-                w.sum(),
-                mean(table.surprise[order]),
-                trimmed,
-                mean(np.expm1(delta[kept]), w[kept]),
-                tilt,
-                float(np.interp(0.5, rank, delta)),
-                1.2 * spread / math.sqrt(count),
-                math.sqrt(max(square - tilt**2, 1e-12) / count),
-                square,
-            )
-        )
-    return Profile(*(np.array(column) for column in zip(*columns, strict=True))) if columns else None
-
-
-def _net_mismatch(table: TokenTable, is_used: Array | None = None) -> MismatchSums:
-    """Return the part of the mismatch that is a common shift of Δ within each bin of probability.
-
-    Symmetric noise cancels in the sums of Δ and of sign(Δ) min(|Δ|, 1)², a shift does not.
-
-    Args:
-        table: the tokens.
-        is_used: bool [bins], the bins that take part; None: all.
-    """
-    bins, size, sign = np.digitize(table.surprise, SURPRISE_EDGES), table.capped_abs, np.sign(table.delta)
-    total: list[Array] = []
-    for number in range(len(SURPRISE_EDGES) + 1):
-        if is_used is not None and not is_used[number]:
-            continue
-        flags = bins == number
-        part = table.select(flags)
-        columns = np.stack(
-            [part.k3, size[flags], part.delta.astype(float), size[flags] ** 2, (sign * size**2)[flags]], axis=1
-        )
-        k3, capped, delta, squares, signed = sum_with_replicates(part, columns).T
-        share = np.minimum(np.abs(signed) / np.maximum(squares, 1e-30), 1.0)
-        total.append(np.stack([k3 * share, np.minimum(np.abs(delta), capped)]))
-    summed = sum(total, np.zeros((2, 1 + REPLICATES)))
-    return MismatchSums(summed[0], summed[1])
-
-
-def _in_scope(detect: Callable[[TokenTable, Evidence, float], Detection]) -> Detector:
-    """Return a detector that looks outside the regions, and else within one that is a part of the sequences."""
-
-    def detector(evidence: Evidence, threshold: float) -> Detection:
-        outside = detect(evidence.elsewhere, evidence, threshold)
-        regions = evidence.location.regions
-        if outside.is_shown or not regions or regions[0].excess < 0.5:
-            return outside
-        region = regions[0]
-        if not {factor.id for factor in region.factors} <= KNOWN_TO_SAMPLER:
-            return outside
-        inside = detect(evidence.tokens.select(region.is_member), evidence, threshold)
-        return replace(inside, place=region.description) if inside.is_shown else outside
-
-    return detector
 
 
 def _typical(shape: Profile, values: Array, unsure: Array) -> bool:
@@ -187,10 +80,10 @@ def _detect_filter(table: TokenTable, evidence: Evidence, threshold: float) -> D
     is_typical = _typical(shape, shape.delta, shape.surprise > 0.35)
     # Large noise lowers the log-prob of the typical token, too, but not the mean of exp(Δ).
     is_shown = min(cut, -mean) > threshold and -mean > MIN_ERRORS * error and is_lower and is_typical
-    if is_shown and _find_factor(shape) is not None:
+    if is_shown and (_find_factor(shape) is not None or _find_penalty(table) is not None):
         is_shown = False
     where = "at every probability" if is_lower else "not at every probability"
-    explained = _net_mismatch(table).plus(fault_mismatch(evidence.sums_after, "zero"))
+    explained = net_mismatch(table).plus(fault_mismatch(evidence.sums_after, "zero"))
     # All steps are pooled in this measurement, so all are reported.
     return Detection(
         cut,
@@ -235,8 +128,69 @@ def _detect_scaled(table: TokenTable, evidence: Evidence, threshold: float) -> D
     )
     is_shown = abs(factor) > threshold
     return Detection(
-        abs(factor), description, is_shown, evidence.steps_after if is_shown else (), explained=_net_mismatch(table)
+        abs(factor), description, is_shown, evidence.steps_after if is_shown else (), explained=net_mismatch(table)
     )
+
+
+def _find_floor(shape: Profile) -> float | None:
+    """Return the shift of nearly sure tokens if it is the same however sure they are; None if it fades with 1 − p.
+
+    A temperature, a filter or a factor leaves sure tokens as they are. A mixture with another distribution does not.
+    """
+    sure = np.flatnonzero((shape.surprise < 0.01) & (np.abs(shape.delta) > MIN_BIN_ERRORS * shape.error))
+    if len(sure) < 2:
+        return None
+    first, second = shape.delta[sure[:2]].tolist()
+    is_constant = first * second > 0 and MIN_FLOOR_RATIO < first / second < 1 / MIN_FLOOR_RATIO
+    return float(first) if is_constant and abs(first) > shape.surprise[sure[0]] else None
+
+
+@lru_cache(maxsize=4)
+def _find_penalty(table: TokenTable) -> tuple[float, float] | None:
+    """Return the typical Δ of tokens that occurred before and of new ones if it is above and below 0; else None.
+
+    A penalty lowers the sampler's log-probs of the former and with that raises those of the latter. Other causes do not
+    know which tokens occurred before.
+    """
+    means = []
+    for flags, sign in ((table.is_repeated, 1), (~table.is_repeated, -1)):
+        shape = profile(table.select(flags))
+        if shape is None:
+            return None
+        error = math.sqrt(float(np.square(shape.tokens * shape.error).sum())) / float(shape.tokens.sum())
+        means.append(shape.mean(shape.delta))
+        if sign * means[-1] < MIN_ERRORS * error:
+            return None
+    return means[0], means[1]
+
+
+def _detect_penalty(table: TokenTable, evidence: Evidence, threshold: float) -> Detection:
+    if not table.is_repeated.any() or profile(table) is None:
+        return Detection(math.nan, "no token occurs again", needs="token ids that recur in a sequence")
+    found = _find_penalty(table)
+    if found is None:
+        return Detection(0.0, "tokens that occurred before have no Δ of another sign than new ones")
+    repeated, new = found
+    parts = (net_mismatch(table.select(flags)) for flags in (table.is_repeated, ~table.is_repeated))
+    return Detection(
+        repeated - new,
+        f"the typical Δ is {repeated:.2g} for tokens that occurred before in their sequence and {new:.2g} for new ones",
+        repeated - new > threshold,
+        explained=MismatchSums.plus(*parts),
+    )
+
+
+def _detect_smoothed(table: TokenTable, evidence: Evidence, threshold: float) -> Detection:
+    shape = profile(table)
+    if shape is None:
+        return Detection(math.nan, "too few tokens", needs="more tokens with log-probs of both engines")
+    floor, raised = _find_floor(shape), shape.delta[shape.surprise > 2.0]
+    if floor is None or not len(raised) or raised[-1] * floor > 0:
+        return Detection(0.0, "log-probs of nearly sure tokens are not shifted")
+    description = (
+        f"Δ of nearly sure tokens is {floor:.2g} however sure they are, and unlikely tokens move the other way"
+    )
+    return Detection(abs(floor), description, abs(floor) > threshold, explained=net_mismatch(table))
 
 
 def _tilt(shape: Profile) -> tuple[Array, Array, float]:
@@ -255,6 +209,10 @@ def _detect_temperature(table: TokenTable, evidence: Evidence, threshold: float)
     if not shape.tilt_square.any():
         return Detection(0.0, "the two engines agree on every token")
     up, down, share = _tilt(shape)
+    if _find_penalty(table) is not None:
+        return Detection(0.0, "the tilt is one between tokens that occurred before and new ones")
+    if _find_floor(shape) is not None:
+        return Detection(0.0, "nearly sure tokens are shifted, which another temperature leaves as they are")
     if share:  # noise tilts by the bins of one engine alone
         swapped = profile(replace(table, gen=table.gen + table.delta, delta=-table.delta))
         share = 0.0 if swapped is None else min(share, _tilt(swapped)[2])
@@ -266,10 +224,10 @@ def _detect_temperature(table: TokenTable, evidence: Evidence, threshold: float)
         description += f"; the training engine's distribution is the {name} one"
     is_used = np.zeros(len(SURPRISE_EDGES) + 1, bool)
     is_used[shape.bins[up + down > 0]] = True
-    is_open = MIN_DOUBTFUL_TILT < share <= threshold and not evidence.compares_runs
+    is_open = MIN_DOUBTFUL_TILT < share <= threshold and evidence.against is None
     needs = "another run (--against): the difference is sure, but smaller than that of a named cause" if is_open else ""
     return Detection(
-        share, description, share > threshold, needs=needs, explained=_net_mismatch(table, is_used), is_open=is_open
+        share, description, share > threshold, needs=needs, explained=net_mismatch(table, is_used), is_open=is_open
     )
 
 
@@ -283,7 +241,7 @@ def _detect_biased_weight(table: TokenTable, evidence: Evidence, threshold: floa
     is_beyond = abs(excess) - 2 * error > threshold and ess > MIN_ESS[excess > 0]
     typical = shape.mean(shape.weight)
     is_beyond &= abs(typical) > MIN_TYPICAL_PART * abs(excess) and (typical > 0) == (excess > 0)
-    if evidence.compares_runs and evidence.tokens_before is not None:
+    if evidence.against is not None and evidence.tokens_before is not None:
         before = profile(evidence.tokens_before)
         is_beyond &= before is None or abs(before.mean(before.weight)) < abs(typical) / 2
     low, high = 1 + excess - 2 * error, 1 + excess + 2 * error
@@ -291,25 +249,29 @@ def _detect_biased_weight(table: TokenTable, evidence: Evidence, threshold: floa
         abs(excess),
         f"the mean of exp(Δ) is {1 + excess:.3g} ({low:.3g} to {high:.3g}) where 1 is expected",
         is_beyond,
-        explained=_net_mismatch(table),
+        explained=net_mismatch(table),
     )
 
 
-detect_filter = _in_scope(_detect_filter)
+detect_filter = in_scope(_detect_filter)
 """Look for log-probs that the sampler renormalised over the tokens kept by top-p or top-k.
 
 Renormalisation raises the probability of every kept token. So Δ is below 0 in every bin of probability, for the typical
 token, too; the measured value is the share of the probability that is cut off.
 """
-detect_scaled = _in_scope(_detect_scaled)
+detect_scaled = in_scope(_detect_scaled)
 """Look for log-probs that one engine multiplied by a factor: Δ is in proportion to the surprise in every bin."""
-detect_temperature = _in_scope(_detect_temperature)
+detect_temperature = in_scope(_detect_temperature)
 """Look for a tilt: likely tokens are likelier and unlikely tokens less likely in one engine than in the other.
 
 The means of the bins of probability explain a share of the variance of Δ/(1 − p). The bins with positive means and
 those with negative means are taken separately, since a tilt has both; the measured value is twice the smaller share.
 """
-detect_biased_weight = _in_scope(_detect_biased_weight)
+detect_penalty = in_scope(_detect_penalty)
+"""Look for a sampler that makes tokens less likely which occurred before."""
+detect_smoothed = in_scope(_detect_smoothed)
+"""Look for probabilities that one engine mixed with a flat distribution: Δ = log(1 − ε + ε / (V p))."""
+detect_biased_weight = in_scope(_detect_biased_weight)
 """Look for a mean of exp(Δ) that differs from 1, for the typical token, too.
 
 It is 1 if the sampler reports the log-probs of the distribution that it samples from. The mean counts only if the

@@ -18,7 +18,6 @@ from nemo_geomask.tools.diagnose.locate.change_points import MIN_NOISE, MIN_RISE
 from nemo_geomask.tools.diagnose.locate.mismatch_history import (
     MAX_ONSET_DISTANCE,
     RECENT_STEPS,
-    find_alarms,
     find_cycle,
     find_rise,
     find_short_rise,
@@ -41,7 +40,7 @@ MIN_K3_RATIO = 2.0
 """Factor by which the interval of a run's k3 must exceed the other run's for it to be worse."""
 MAX_WINDOWS = 128
 """Largest number of groups of steps in which the onset of a part is sought."""
-_RELATIVE_CAUSES = (*PLACES, *NOISE_CAUSES, "temperature")
+_RELATIVE_CAUSES = (*PLACES, *NOISE_CAUSES, "temperature", "penalty", "smoothed")
 """Causes that are measured in proportion to the whole mismatch, and thus show however small it is."""
 _NO_COMMON_TOKENS = "no sequence has a trained token with log-probs of both engines"
 
@@ -112,7 +111,6 @@ def diagnose(
         shown=tuple(shown),
         detections=detections,
         readings=readings,
-        alarms=find_alarms(statistics, judged_steps, since),
         evidence=evidence,
         counted_steps=len(recent),
         surprise=total.mean("surprise"),
@@ -131,7 +129,7 @@ def _find_causes(evidence: Evidence, sequences: float) -> tuple[Evidence, dict[s
     """
     rise = evidence.onset
     detections, shown = _detect(evidence, sequences)
-    if evidence.compares_runs or (shown and shown[0].since == rise):
+    if evidence.against is not None or (shown and shown[0].since == rise):
         return evidence, detections, shown
     if not shown:
         part = None if rise is not None else _find_part_that_rose(evidence, detections, sequences)
@@ -170,7 +168,7 @@ def _detect(evidence: Evidence, sequences: float) -> tuple[dict[str, Detection],
     if evidence.is_immaterial:
         detections |= {id_: _rule_out_if_shown(detections[id_]) for id_ in _RELATIVE_CAUSES}
     # Bugs are reported however few sequences there are; other causes need MIN_SEQUENCES.
-    sequences = sequences if evidence.compares_runs else evidence.sums_after["sequences"]
+    sequences = sequences if evidence.against is not None else evidence.sums_after["sequences"]
     judged = {cause.id: detections[cause.id] for cause in CAUSES if sequences >= MIN_SEQUENCES or cause.is_bug}
     ranked = rank_causes(judged, evidence)
     return detections, [shown._replace(since=_onset(shown.detection, evidence)) for shown in ranked]
@@ -186,7 +184,7 @@ def _rule_out_if_shown(detection: Detection) -> Detection:
 
 def _onset(detection: Detection, evidence: Evidence) -> int | None:
     """Return the first step that shows a cause; None if the first step that counts does, or two runs are compared."""
-    if evidence.compares_runs:
+    if evidence.against is not None:
         return None
     if detection.steps:
         first = next(step for step in detection.steps if step >= evidence.first_step)

@@ -7,7 +7,7 @@ little information, and it holds information if scaled by theirs. Then the searc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,11 +68,11 @@ class Location:
     standing_out: frozenset[str] = frozenset()
     doubtful: tuple[Region, ...] = ()  # regions that are surely worse than the rest, but not by enough to be named
 
-    def outside(self, count: int, *, ignored: str = "") -> Array:
-        """Return bool [M], the tokens in none of the regions; those of the ``ignored`` factor do not count."""
+    def outside(self, count: int, is_ignored: Callable[[Region], bool] = lambda region: False) -> Array:
+        """Return bool [M], the tokens in none of the regions, but for those that are ignored."""
         flags = np.ones(count, bool)
         for region in self.regions:
-            if region.id != ignored:
+            if not is_ignored(region):
                 flags &= ~region.is_member
         return flags
 
@@ -90,12 +90,16 @@ def _find_baseline(before: TokenTable) -> Baseline:
     return baseline
 
 
-def locate(table: TokenTable, before: TokenTable | None = None) -> Location:
+def locate(table: TokenTable, before: TokenTable | None = None, factors: Sequence[Factor] = FACTORS) -> Location:
     """Return the regions that hold the excess mismatch, the most informative first; at most ``MAX_REGIONS``.
+
+    Some prompts or sequences, which may be chosen at will, also fit two faults at once. If regions of other factors
+    hold as much together, these are returned.
 
     Args:
         table: the tokens to search.
         before: earlier tokens, or those of another run, whose rates are the expected ones; None if there are none.
+        factors: the factors whose regions are sought.
     """
     if before is not None and not (len(before) and before.capped_abs.any()):
         before = None
@@ -116,9 +120,9 @@ def locate(table: TokenTable, before: TokenTable | None = None) -> Location:
         if len(rest.table) < MIN_TOKENS or not rest.mismatch.any():
             break
         if np.count_nonzero(np.bincount(rest.table.sequence)) < MIN_SEQUENCES:
-            tested = tested or {factor.id: 1.0 for factor in FACTORS if rest.divide(factor) is not None}
+            tested = tested or {factor.id: 1.0 for factor in factors if rest.divide(factor) is not None}
             break
-        by_factor = {factor.id: find_region(rest, factor) for factor in FACTORS if rest.divide(factor) is not None}
+        by_factor = {factor.id: find_region(rest, factor) for factor in factors if rest.divide(factor) is not None}
         candidates = [
             region
             for region in by_factor.values()
@@ -135,6 +139,10 @@ def locate(table: TokenTable, before: TokenTable | None = None) -> Location:
         if not candidates:
             break
         winner = max(candidates, key=lambda region: _rank(rest, region, candidates))
+        if not regions and winner.id in FREE_CHOICE:
+            others = locate(table, before, [factor for factor in factors if factor.id not in FREE_CHOICE])
+            if sum(region.excess for region in others.regions) > MIN_CROSSING_KEPT * winner.excess:
+                return replace(others, tested=tested, standing_out=standing_out, doubtful=doubtful)
         best = _cross(rest, winner, candidates)
         is_member = np.zeros(len(table), bool)
         is_member[np.flatnonzero(is_left)] = best.is_member

@@ -1,9 +1,8 @@
-"""History of a run's mismatch: when it rose, whether the rise has ended, and changes of other numbers."""
+"""History of a run's mismatch: when it rose, and whether the rise has ended."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +12,6 @@ from nemo_geomask.tools.diagnose.locate.change_points import (
     MIN_RISE,
     MIN_SCORE,
     ChangePoint,
-    change_at,
     find_change,
 )
 from nemo_geomask.tools.diagnose.locate.step_patterns import Period, find_edge_rise, find_period
@@ -36,11 +34,8 @@ class _Measure(NamedTuple):
 
 
 _TYPICAL, _TAIL = _Measure("capped_abs", "one_minus_p", MIN_RISE), _Measure("k3", "one_minus_p_squared", math.log(1.8))
-MASKED_OUT = "share of sequences masked out"
 MAX_ONSET_DISTANCE = 2
 """Number of steps within which two changes are taken for the same."""
-MIN_MASKED_OUT = 1e-3
-"""The share of sequences masked out raises no alarm unless it reaches this value."""
 
 
 class Rise(NamedTuple):
@@ -179,64 +174,3 @@ def floored_logarithms(values: list[float]) -> list[float]:
     positive = [value for value in values if value > 0]
     floor = min(*positive, float(np.median(positive)) / 2) if positive else 1.0
     return [math.log(max(value, floor)) for value in values]
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """A number that has changed during the run.
-
-    Attributes:
-        before, after: means of the number over the steps before the change, and from the change on.
-    """
-
-    metric: str  # name of the number
-    since: int  # first step of the change
-    before: float
-    after: float
-    score: float  # the change in standard errors
-    is_gradual: bool  # True if a slope begins at that step, False if the number jumps
-
-
-def find_alarms(statistics: RunStatistics, steps: list[int], since: int | None = None) -> tuple[Alarm, ...]:
-    """Return the changes of the mismatch KL, the response length, and the shares that are masked out or removed.
-
-    Args:
-        statistics: the run's statistics.
-        steps: the steps that hold tokens with log-probs of both engines, in order.
-        since: first step of the mismatch's rise. A change near it is reported as of that step, if it is significant
-            there as well.
-    """
-    sums = [statistics.steps[step] for step in steps]
-    series = {
-        "geomask/mismatch_k3": [step.mean("k3") for step in sums],
-        "mean response length": [step.mean("response_tokens", "sequences") for step in sums],
-        MASKED_OUT: [step["masked_out_sequences"] / max(step["all_sequences"], 1.0) for step in sums],
-    }
-    for label in sorted({label for step in sums for label in step.removed}):
-        shares = [step.removed_share(label) for step in sums]
-        series[f"geomask/mask/{label}/removed"] = [0.0 if math.isnan(share) else share for share in shares]
-    alarms = []
-    for metric, values in series.items():
-        # The offset allows for shares of 0, and hides changes that are far below a thousandth.
-        logarithms = [math.log(max(value, 0.0) + 1e-6) for value in values]
-        change = find_change(logarithms, MIN_NOISE)
-        if change is None or abs(change.rise) < MIN_RISE or abs(change.score) < MIN_SCORE:
-            continue
-        if since in steps and (index := steps.index(since)) > 0 and abs(index - change.first) <= MAX_ONSET_DISTANCE:
-            at_onset = change_at(np.array(logarithms), index, MIN_NOISE, is_gradual=change.is_gradual)
-            if abs(at_onset.rise) >= MIN_RISE and abs(at_onset.score) >= MIN_SCORE:
-                change = at_onset
-        if metric == MASKED_OUT and max(values) < MIN_MASKED_OUT:
-            continue
-        before, after = float(np.mean(values[: change.first])), float(np.mean(values[change.first :]))
-        alarms.append(
-            Alarm(
-                metric=metric,
-                since=steps[change.first],
-                before=before,
-                after=after,
-                score=change.score,
-                is_gradual=change.is_gradual,
-            )
-        )
-    return tuple(alarms)

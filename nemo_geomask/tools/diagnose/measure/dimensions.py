@@ -49,7 +49,7 @@ class Dimension:
         elif low == 0:
             return "0" if high == 0 else "above 0" if high is None else f"above 0 to {high:g}"
         if low is None:
-            return f"all {self.unit}" if high is None else f"below {high:g}"
+            return f"below {high:g}"
         if high is None:
             return f"{low:g} and more"
         last_value = high - 1 if self.is_count else high

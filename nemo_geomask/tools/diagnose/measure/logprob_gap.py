@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nemo_geomask.tools.diagnose.measure.logprob_checks import BETTER_FIT, MIN_GAP, MIN_PAIRS, capped_gap, find_shifts
-from nemo_geomask.tools.diagnose.measure.token_values import MAX_LOG_RATIO
+from nemo_geomask.tools.diagnose.measure.token_values import MAX_LOG_RATIO, k3
 from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
 
 _COMPARED_TOKENS = 64
@@ -73,14 +73,13 @@ def measure_gap(first: Array, second: Array, *, noise: float, far_noise: float) 
         return LogprobGap()
     sizes = logit_noise(delta, first)
     is_large = sizes > noise
-    log_ratio = np.clip(delta, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     spread = float(np.std(delta) * np.std(second))
     return LogprobGap(
         tokens=len(delta),
         noise=float(np.median(sizes)),
         far=float((sizes > far_noise).mean()),
-        ratio=float(np.exp(log_ratio).mean()),
-        k3=float((np.expm1(log_ratio) - log_ratio).mean()),
+        ratio=float(np.exp(np.clip(delta, -MAX_LOG_RATIO, MAX_LOG_RATIO)).mean()),
+        k3=float(k3(delta).mean()),
         above=float((is_large & (delta > 0)).mean()),
         below=float((is_large & (delta < 0)).mean()),
         tilt=float(np.mean((delta - delta.mean()) * (second - second.mean()))) / spread if spread else 0.0,

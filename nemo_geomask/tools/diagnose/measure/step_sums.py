@@ -1,27 +1,7 @@
-r"""Sums over the trained tokens and the sequences of one step, with bootstrap replicates of some of them.
+"""Sums over the trained tokens and the sequences of one step, with bootstrap replicates of some of them.
 
 Sums of parts (files, processes, machines) add up to the sums of the whole, so no process ever holds a run in memory.
-With :math:`\Delta` = prev − gen, the training engine's log-prob of a trained token minus the generation engine's, the
-sums over tokens are of
-
-===================== =====================================================================================
-``abs_delta``         :math:`|\Delta|`
-``capped_abs``        :math:`\min(|\Delta|, 1)`. Parts of the data are compared by this sum, because a few tokens
-                      dominate the mean of k3
-``delta``             :math:`\Delta`; its mean is −k1, the difference of the log-perplexities
-``k3``                :math:`e^\Delta - 1 - \Delta`, an estimate of KL(gen ‖ prev)
-``k3_reverse``        :math:`e^{-\Delta} - 1 + \Delta`, NeMo-RL's ``policy_kl_error``
-``prob_error``        :math:`e^{|\Delta|}`, NeMo-RL's ``token_mult_prob_error``
-``weight``            :math:`e^\Delta`, the importance weight
-``one_minus_p``       :math:`1 - p`, where p is the generation engine's probability. Noise of size s on the logits
-                      moves the token's log-prob by about :math:`s (1 - p)`, so this is the expected mismatch
-``scaled_delta``      :math:`\Delta/(1 - p)`, clipped to ±0.1, so that of large noise only the sign counts
-``surprise``          −gen, at most 20; its mean estimates the cross-entropy of the sampled tokens
-``delta_positive``    1 where :math:`\Delta > 0`
-``above_0.1``         1 where :math:`|\Delta| > 0.1`
-``above_1``           1 where :math:`|\Delta| > 1`
-``…_squared``         the square of the quantity
-===================== =====================================================================================
+Δ = prev − gen is the training engine's log-prob of a trained token minus the generation engine's.
 """
 
 from __future__ import annotations
@@ -39,61 +19,46 @@ from nemo_geomask.tools.shared.intervals import percentile_interval
 BOOTSTRAP_REPLICATES = 100
 """Number of replicates of the bootstrap over sequences."""
 
-TOKEN_SUMS = (
-    "tokens",
-    "abs_delta",
-    "capped_abs",
-    "delta",
-    "k3",
-    "k3_reverse",
-    "prob_error",
-    "weight",
-    "weight_squared",
-    "delta_positive",
-    "above_0.1",
-    "above_1",
-    "one_minus_p",
-    "one_minus_p_squared",
-    "scaled_delta",
-    "surprise",
-)
-"""Sums over trained tokens; ``tokens`` counts them."""
+TOKEN_SUMS = {
+    "tokens": "number of trained tokens",
+    "abs_delta": "|Δ|",
+    "capped_abs": "min(|Δ|, 1); parts of the data are compared by it, because a few tokens dominate the mean of k3",
+    "delta": "Δ; its mean is −k1, the difference of the log-perplexities",
+    "k3": "exp(Δ) − 1 − Δ, an estimate of KL(gen ‖ prev)",
+    "k3_reverse": "exp(−Δ) − 1 + Δ, NeMo-RL's policy_kl_error",
+    "prob_error": "exp(|Δ|), NeMo-RL's token_mult_prob_error",
+    "weight": "exp(Δ), the importance weight",
+    "weight_squared": "exp(2Δ)",
+    "delta_positive": "1 where Δ > 0",
+    "above_0.1": "1 where |Δ| > 0.1",
+    "above_1": "1 where |Δ| > 1",
+    "one_minus_p": "1 − p, p the generation engine's probability: noise s on the logits moves it by s (1 − p)",
+    "one_minus_p_squared": "(1 − p)²",
+    "scaled_delta": "Δ/(1 − p), clipped to ±0.1, so that of large noise only the sign counts",
+    "surprise": "−gen, at most 20; its mean estimates the cross-entropy of the sampled tokens",
+}
+"""Sums over trained tokens, with what is summed."""
 SEQUENCE_SUMS = (
-    "sequences",
-    "response_tokens",
-    "reward",
-    "sequences_with_reward",
-    "staleness",
-    "sequences_with_staleness",
-    "sequence_weight",
-    "sequence_weight_squared",
-    "mean_weight",
-    "mean_weight_squared",
-    "entropy",
-    "tokens_with_entropy",
+    *("sequences", "response_tokens", "reward", "sequences_with_reward", "staleness", "sequences_with_staleness"),
+    *("sequence_weight", "sequence_weight_squared", "mean_weight", "mean_weight_squared"),
+    *("entropy", "tokens_with_entropy"),
 )
 """Sums over sequences that have a trained token: ``sequence_weight`` is exp(Σ Δ), ``mean_weight`` exp(mean Δ).
 
 ``entropy`` is over tokens: the entropy of the training engine's distribution, where it was recorded.
 """
 CHECK_SUMS = (
-    "all_sequences",
-    "sequences_without_gen",
-    "sequences_without_prev",
-    "nonfinite",
-    "unsure_tokens",
-    "zero_gen",
-    "zero_prev",
-    "positive_logprobs",
-    "all_tokens",
-    "sequences_checked_for_shift",
-    "shifted_later",
-    "shifted_earlier",
-    "masked_out_sequences",
-    "masked_out_capped_abs",
-    "masked_out_tokens",
+    *("all_sequences", "sequences_without_gen", "sequences_without_prev", "nonfinite", "unsure_tokens"),
+    *("zero_gen", "zero_prev", "positive_logprobs", "all_tokens"),
+    *("sequences_checked_for_shift", "shifted_later", "shifted_earlier"),
+    *("masked_out_sequences", "masked_out_capped_abs", "masked_out_tokens"),
+    *("curr_sequences", "curr_shifted", "curr_tokens", "curr_noisy"),
 )
-"""Counts of ``logprob_checks``, and sums over what the sample mask leaves out."""
+"""Counts of ``logprob_checks``, and sums over what the sample mask leaves out.
+
+``curr_…`` compare ``curr`` with ``prev``: sequences that are checked for a shift, and that are shifted; tokens of the
+first rows, which are in the first update, and those of them that differ by more than numerical noise.
+"""
 FAULTS = ("zero", "positive", "shifted")
 """Faults of single tokens, in the names of :data:`FAULT_SUMS`; a token has the last of the faults that apply."""
 FAULT_SUMS = (
@@ -111,18 +76,19 @@ ADVANTAGE_SUMS = ("ad", "an", "a2d2", "a2dn", "a2n2")
 
 The detector of a stale engine computes the correlation of Δ with the advantage from them.
 """
-SUMS = (*TOKEN_SUMS, *SEQUENCE_SUMS, *CHECK_SUMS, *FAULT_SUMS, *ADVANTAGE_SUMS)
+CONTEXT_SUMS = (
+    *("wrong_tokens", "wrong_tokens_good", "wrong_tokens_bad", "sequences_with_advantages"),
+    *("advantage_squared", "advantage_explained", "pull"),
+)
+"""Sums that tell the harm of a bias that persists; see :mod:`~nemo_geomask.tools.diagnose.measure.context`.
+
+``wrong_tokens`` is Σ (1 − exp(Δ))₊ over tokens: the expected number of tokens that the training engine would not have
+sampled; ``good`` and ``bad`` are those with A > 0 and A < 0. ``pull`` is Σ (1 − exp(Δ))₊ |V|.
+"""
+SUMS = (*TOKEN_SUMS, *SEQUENCE_SUMS, *CHECK_SUMS, *FAULT_SUMS, *ADVANTAGE_SUMS, *CONTEXT_SUMS)
 """Order of the sums in :attr:`StepSums.sums`."""
 BOOTSTRAP_SUMS = (
-    "tokens",
-    "abs_delta",
-    "capped_abs",
-    "delta",
-    "k3",
-    "prob_error",
-    "weight",
-    "weight_squared",
-    "one_minus_p",
+    *("tokens", "abs_delta", "capped_abs", "delta", "k3", "prob_error", "weight", "weight_squared", "one_minus_p"),
     *FAULT_SUMS,
 )
 """Sums that have bootstrap replicates, in the order of the columns of :attr:`StepSums.bootstrap`."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from nemo_geomask.tools.diagnose.measure.bootstrap_draws import poisson_draws
-from nemo_geomask.tools.diagnose.measure.logprob_checks import LogprobFaults, find_faults
+from nemo_geomask.tools.diagnose.measure.context import expect_advantages
+from nemo_geomask.tools.diagnose.measure.logprob_checks import UNSURE_LOGPROB, LogprobFaults, find_faults, find_shifts
+from nemo_geomask.tools.diagnose.measure.logprob_gap import logit_noise
 from nemo_geomask.tools.diagnose.measure.run_statistics import WORST_COUNT, RunStatistics, WorstSequence, WorstToken
 from nemo_geomask.tools.diagnose.measure.step_sums import (
     BOOTSTRAP_REPLICATES,
@@ -26,6 +28,10 @@ sample size depends only on the ratios of the weights.
 """
 MAX_ADVANTAGE = 3.0
 """Value at which the magnitude of a sequence's mean advantage is clipped."""
+FIRST_ROWS = 8
+"""Number of a batch's rows that are surely in its first update."""
+MAX_UPDATE_NOISE = 0.1
+"""Noise on a logit, |curr − prev| / (1 − p), that numerics alone hardly exceed; healthy rehearsals have 0.02."""
 CONTEXT_TOKENS = 8
 """Tokens that are kept before each of the worst tokens."""
 
@@ -52,8 +58,11 @@ def survey_block(block: RecordBlock) -> RunStatistics:
     sums["masked_out_capped_abs"] = float(np.minimum(np.abs(prev[masked_out] - gen[masked_out]), MAX_CAPPED_ABS).sum())
     sums["masked_out_tokens"] = float(len(masked_out))
     trained = select_trained_tokens(block, np.flatnonzero(comparable & is_in_loss[sequence]), sequence, gen, prev)
+    if "curr" in block.tokens and trainer_column(block) == "prev":
+        _compare_with_current(sums, block, comparable & is_in_loss[sequence], prev, sequence)
     _sum_tokens_and_sequences(sums, trained)
     _sum_advantages(sums, trained)
+    _sum_contexts(sums, trained)
     _sum_masks(sums, trained)
     fault_sums = _sum_faults(trained, faults, np.where(mask & is_in_loss[sequence], prev, np.nan), sequence)
     for name, per_sequence in fault_sums.items():
@@ -80,6 +89,21 @@ def trainer_column(block: RecordBlock) -> str:
     if "curr" not in block.tokens:
         return "prev"
     return block.trainer or ("prev" if block.has_prev else "curr")
+
+
+def _compare_with_current(sums: StepSums, block: RecordBlock, mask: Array, prev: Array, sequence: Array) -> None:
+    """Count tokens whose log-probs at their update are not those of the pass that computed ``prev``.
+
+    No weight changes between the two at a batch's first update, which has its first rows. A shift shows in all rows.
+    """
+    curr = block.tokens["curr"].astype(float)
+    # A log-prob of 0 stands for one that was not computed.
+    is_compared = mask & np.isfinite(curr) & ~((curr == 0) & (prev < UNSURE_LOGPROB))
+    is_checked, later, earlier = find_shifts(is_compared, prev, curr, sequence, len(block))
+    sums["curr_sequences"], sums["curr_shifted"] = float(is_checked.sum()), float((later | earlier).sum())
+    first = is_compared & (block.sequences["row"] < FIRST_ROWS)[sequence]
+    noise = logit_noise(curr[first] - prev[first], prev[first])
+    sums["curr_tokens"], sums["curr_noisy"] = float(first.sum()), float((noise > MAX_UPDATE_NOISE).sum())
 
 
 def _sum_tokens_and_sequences(sums: StepSums, trained: TrainedTokens) -> None:
@@ -138,6 +162,21 @@ def _sum_advantages(sums: StepSums, trained: TrainedTokens) -> None:
     products = {"ad": a * d, "an": a * n, "a2d2": (a * d) ** 2, "a2dn": a * a * d * n, "a2n2": (a * n) ** 2}
     for name, product in products.items():
         sums[name] = float(product.sum())
+
+
+def _sum_contexts(sums: StepSums, trained: TrainedTokens) -> None:
+    is_trained = np.zeros(len(trained.block.tokens["mask"]), bool)
+    is_trained[trained.index] = True
+    context = expect_advantages(trained.block, is_trained)
+    if context is None or trained.advantages is None:
+        return
+    wrong = np.maximum(1 - trained.values["weight"], 0.0)
+    sums["wrong_tokens"] = float(wrong.sum())
+    sums["wrong_tokens_good"] = float(wrong[trained.advantages > 0].sum())
+    sums["wrong_tokens_bad"] = float(wrong[trained.advantages < 0].sum())
+    sums["sequences_with_advantages"] = float((trained.sum_per_sequence("tokens") > 0).sum())
+    sums["advantage_squared"], sums["advantage_explained"] = context.square, context.explained
+    sums["pull"] = float((wrong * np.abs(context.expected[trained.index])).sum())
 
 
 def _sum_masks(sums: StepSums, trained: TrainedTokens) -> None:

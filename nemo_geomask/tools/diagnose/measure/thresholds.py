@@ -197,6 +197,23 @@ QUANTITIES: tuple[Quantity, ...] = (
         lambda sums: sums.mean("response_tokens", "sequences"),
     ),
     Quantity("staleness", "mean, in steps", lambda sums: sums.mean("staleness", "sequences_with_staleness")),
+    Quantity(
+        "wrong tokens",
+        "Σ (1 − exp(Δ))₊, mean over responses: tokens that the training engine would not have sampled",
+        lambda sums: sums.mean("wrong_tokens", "sequences_with_advantages"),
+    ),
+    Quantity("A > 0, wrong", "the part of it at A > 0", lambda sums: sums.mean("wrong_tokens_good", "wrong_tokens")),
+    Quantity("A < 0, wrong", "the part of it at A < 0", lambda sums: sums.mean("wrong_tokens_bad", "wrong_tokens")),
+    Quantity(
+        "advantage explained",
+        "share of the mean square of A that its context predicts: environment, turn and the reply before it",
+        lambda sums: np.maximum(sums.mean("advantage_explained", "advantage_squared"), 0.0),
+    ),
+    Quantity(
+        "pull",
+        "Σ (1 − exp(Δ))₊ |V|, mean over responses, V the advantage that the context predicts: the bias that persists",
+        lambda sums: sums.mean("pull", "sequences_with_advantages"),
+    ),
 )
 """Quantities of a run, in the order of the table."""
 REMOVED_SHARES: tuple[tuple[Literal["tokens", "capped_abs"], str], ...] = (

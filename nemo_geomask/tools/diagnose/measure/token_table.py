@@ -67,6 +67,7 @@ class TokenTable:
     from_end: Array  # int32 [M], number of trained tokens of the sequence after it
     turn: Array  # int32 [M], number of the sequence's trained turns before it
     begins_turn: Array  # bool [M], True for the first token of a turn
+    is_repeated: Array  # bool [M], True if the sequence has the same id before it, prompt included
     token: Array  # int32 [M], its id
     gen: Array  # float32 [M], log-prob by the generation engine, nats
     delta: Array  # float32 [M], log-prob by the training engine minus gen, nats
@@ -142,7 +143,7 @@ class TokenTable:
 
 _TOKEN_COLUMNS: dict[str, Any] = {
     **dict.fromkeys(("sequence", "position", "from_end", "turn"), np.int32),
-    "begins_turn": np.bool_,
+    **dict.fromkeys(("begins_turn", "is_repeated"), np.bool_),
     "token": np.int32,
     **dict.fromkeys(("gen", "delta", "advantage", "entropy", "weight"), np.float32),
 }
@@ -182,6 +183,7 @@ def tabulate(trained: TrainedTokens, mask: Array, owner: Array) -> TokenTable:
         from_end=(masked_before[end[sequence]] - masked_before[index + 1]).astype(np.int32),
         turn=(turns_begun[index + 1] - turns_begun[first_token[sequence]] - 1).astype(np.int32),
         begins_turn=begins_turn[index],
+        is_repeated=np.zeros(len(index), bool) if ids is None else _find_repeated(ids, owner)[index],
         token=np.zeros(len(index), np.int32) if ids is None else ids[index].astype(np.int32),
         gen=trained.gen.astype(np.float32),
         delta=(trained.prev - trained.gen).astype(np.float32),
@@ -189,6 +191,14 @@ def tabulate(trained: TrainedTokens, mask: Array, owner: Array) -> TokenTable:
         entropy=block.tokens.get("entropy", not_recorded)[index].astype(np.float32),
         weight=np.ones(len(index), np.float32),
     )
+
+
+def _find_repeated(ids: Array, owner: Array) -> Array:
+    """Return bool [N], the tokens whose id occurs before them in their sequence."""
+    order = np.argsort(owner.astype(np.int64) * 2**32 + ids, kind="stable")
+    flags = np.zeros(len(ids), bool)
+    flags[order[1:]] = (ids[order][1:] == ids[order][:-1]) & (owner[order][1:] == owner[order][:-1])
+    return flags
 
 
 def join_tables(tables: Iterable[TokenTable]) -> TokenTable:

@@ -126,7 +126,7 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def _parse_row(values: Any, location: str, number: int) -> dict[str, Any]:
     """Return a line's values under the names of the record's columns, tokens as arrays without the padding."""
-    missing = [name for name in _REQUIRED if not isinstance(values, dict) or values.get(name) is None]
+    missing = [name for name in _REQUIRED if not isinstance(values, dict) or values.get(name) in (None, [None])]
     if missing:
         raise DataError(
             f"{location}: has no {', '.join(missing)}, which NeMo-RL's GRPO and PPO loops write into "

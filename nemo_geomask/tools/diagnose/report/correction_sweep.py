@@ -8,7 +8,6 @@ and g; :data:`DEFINITIONS` has their formulas.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.losses import PolicyLoss, PrestepPass, build_loss
 from nemo_geomask.losses.prestep import valid_counts
 from nemo_geomask.records.flight import COLUMN_BATCH_KEYS
+from nemo_geomask.tools.diagnose.measure.context import expect_advantages
 from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
 from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES, NO_CORRECTION, RECIPE_SOURCE, Candidate
 from nemo_geomask.tools.shared.intervals import percentile_interval
@@ -29,13 +29,12 @@ from nemo_geomask.tools.shared.intervals import percentile_interval
 REPLICATES = 100
 """Number of bootstrap replicates over sequences."""
 
-PARTS = ("all", "training engine likelier", "generation engine likelier", "good", "bad", "short", "long")
-"""Parts of the tokens: all; Δ > 0; Δ < 0; A > 0; A < 0; in responses up to the step's median length; in longer ones."""
-
 DEFINITIONS = {
     "removed": "share of tokens with c = 0",
-    "bias": "Σ |c − ρ| |g| / Σ ρ |g|, ρ = exp(Δ): distance of the gradient, token by token, from the gradient on "
-    "samples of the policy that trains",
+    "pull": "½ Σ |Σ_bin |V| (c − C_V ρ)| / C, mean over responses; bins of Δ and the signs of V; ρ = exp(Δ), V the "
+    "advantage that the context of a token predicts, C the mean of c, C_V that of one sign: the bias that persists",
+    "bias": "Σ |c − ρ| |g| / Σ ρ |g|: distance of the gradient, token by token, from the gradient on samples of the "
+    "policy that trains",
     "variance": "Σ (c g)² / Σ g²: squared gradient over the squared gradient without correction",
     "ess": "(Σ c)² / (n Σ c²): effective sample size over the number of tokens",
     "advantage": "Σ c A / Σ c − mean A: shift of the mean advantage by what is removed and by the weights",
@@ -53,6 +52,11 @@ _MEASURES: dict[str, Callable[[Mapping[str, Array]], Array]] = {
     "advantage": lambda sums: np.where(sums["c"] == 0, np.nan, sums["cA"] / sums["c"]) - sums["A"] / sums["n"],
 }
 
+DELTA_EDGES = np.array([-1.0, -0.3, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0])
+"""Edges between the bins of Δ over which ``pull`` averages what other tokens of a response add to a coefficient."""
+EXPECTED_ADVANTAGE = "expected_advantage"
+"""Key of the batch with V, see :mod:`~nemo_geomask.tools.diagnose.measure.context`; 0 where it is not known."""
+
 _COLUMNS = ("mask", "gen", "prev", "curr", "ref", "advantages")
 """Recorded columns that a replayed batch contains, where they were recorded."""
 
@@ -69,6 +73,10 @@ def padded_batch(blocks: Iterable[RecordBlock], max_positions: int = 2**22) -> t
     rows: list[dict[str, Array]] = []
     width = left_out = 0
     for block in blocks:
+        owner = np.repeat(np.arange(len(block)), np.diff(block.offsets))
+        is_trained = block.tokens["mask"].astype(bool) & (block.sequences["sample_mask"] != 0)[owner]
+        context = expect_advantages(block, is_trained)
+        expected = np.zeros(len(owner)) if context is None else context.expected
         if missing := [name for name in ("gen", "prev", "advantages") if name not in block.tokens]:
             raise DataError(f"the records have no {', '.join(missing)}, which a replay through the loss needs")
         for index in range(len(block)):
@@ -79,17 +87,18 @@ def padded_batch(blocks: Iterable[RecordBlock], max_positions: int = 2**22) -> t
                 continue
             width = new_width
             row = {name: block.tokens[name][begin:end] for name in _COLUMNS if name in block.tokens}
+            row[EXPECTED_ADVANTAGE] = expected[begin:end]
             row["sample_mask"] = block.sequences["sample_mask"][index]
             row["rewards"] = np.nan_to_num(block.sequences.get("reward", np.zeros(len(block)))[index])
             rows.append(row)
     if not rows:
         raise DataError("the records hold no sequence")
     batch: dict[str, Tensor] = {}
-    for name in (name for name in _COLUMNS if name in rows[0]):
+    for name in (name for name in (*_COLUMNS, EXPECTED_ADVANTAGE) if name in rows[0]):
         padded = np.zeros((len(rows), width), np.float32)
         for index, row in enumerate(rows):
             padded[index, : len(row[name])] = row[name]
-        batch[COLUMN_BATCH_KEYS[name]] = torch.from_numpy(padded)
+        batch[COLUMN_BATCH_KEYS.get(name, name)] = torch.from_numpy(padded)
     for key in ("sample_mask", "rewards"):
         batch[key] = torch.tensor([float(row[key]) for row in rows])
     return batch, left_out
@@ -181,28 +190,37 @@ class CandidateOutcome:
 
     candidate: Candidate
     sequences: int = 0  # number of sequences with a token that has a gradient
-    # tokens, removed: [len(PARTS)], number of tokens in each part, and of those with the coefficient 0
-    tokens: Array = field(default_factory=lambda: np.zeros(len(PARTS)))
-    removed: Array = field(default_factory=lambda: np.zeros(len(PARTS)))
+    tokens: int = 0  # number of compared tokens
     # [1 + REPLICATES, len(_SUMS)], row 0 over all sequences, the other rows over the bootstrap's samples
     sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, len(_SUMS))))
+    # [1 + REPLICATES, 3, 2 × bins]: Σ |V| c, Σ |V| ρ and Σ |V| in each bin of Δ, for V < 0 and V > 0
+    pull_sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, 3, 2 * (len(DELTA_EDGES) + 1))))
+    responses: Array = field(default_factory=lambda: np.zeros(1 + REPLICATES))  # number with a compared token
     silent_tokens: int = 0  # number of trained tokens without a gradient, which the measures leave out
     skipped: list[int] = field(default_factory=list)  # steps that the candidate's batch veto would have skipped
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)  # by step, the metrics that the loss reported
 
     def value(self, measure: str) -> float:
         """Return a measure of :data:`DEFINITIONS`; NaN if no step was trained on."""
-        return float(_measure(measure, self.sums)[0])
+        return float(self._replicates(measure)[0])
 
     def interval(self, measure: str) -> tuple[float, float]:
         """Return the confidence interval of a measure over sequences; NaN for both ends if no step was trained on."""
-        replicates = _measure(measure, self.sums)[1:]
+        replicates = self._replicates(measure)[1:]
         return percentile_interval(replicates[np.isfinite(replicates)])
 
-    def removed_share(self, part: str) -> float:
-        """Return the share of a part's tokens that has the coefficient 0; NaN if the part has no token."""
-        index = PARTS.index(part)
-        return float(self.removed[index]) / float(self.tokens[index]) if self.tokens[index] else math.nan
+    def _replicates(self, measure: str) -> Array:
+        """Return a measure over all sequences, followed by its value in each replicate."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            if measure != "pull":
+                return _MEASURES[measure](dict(zip(_SUMS, self.sums.T, strict=True)))
+            weighted, expected, size = (
+                part.reshape(1 + REPLICATES, 2, -1) for part in np.moveaxis(self.pull_sums, 1, 0)
+            )
+            mean_of_sign = weighted.sum(axis=2, keepdims=True) / np.maximum(size.sum(axis=2, keepdims=True), 1e-12)
+            mean = weighted.sum(axis=(1, 2)) / np.maximum(size.sum(axis=(1, 2)), 1e-12)
+            pull = np.abs(weighted - mean_of_sign * expected).sum(axis=(1, 2)) / 2 / mean / self.responses
+            return np.where(size.any(axis=(1, 2)) | (self.responses == 0), pull, 0.0)
 
     def add_step(self, step: int, batch: Mapping[str, Tensor], reference: Tensor, gradient: Tensor) -> None:
         """Add a step's tokens with a finite mismatch and a non-zero reference gradient."""
@@ -212,17 +230,13 @@ class CandidateOutcome:
         c = gradient[is_compared].double().numpy() / g
         delta, advantage = (value[is_compared].double().numpy() for value in (difference, batch["advantages"][:, 1:]))
         sequence = torch.nonzero(is_compared)[:, 0].numpy()
-        lengths = (batch[TOKEN_MASK] != 0).sum(dim=1).numpy()
-        is_long = (lengths > np.median(lengths))[sequence]
-        is_removed = c == 0
-        parts = (np.ones_like(is_removed), delta > 0, delta < 0, advantage > 0, advantage < 0, ~is_long, is_long)
+        count = len(reference)
         self.sequences += len(np.unique(sequence))
-        self.tokens += [part.sum() for part in parts]
-        self.removed += [(part & is_removed).sum() for part in parts]
+        self.tokens += len(c)
         size, rho = np.abs(g), np.exp(np.clip(delta, -40, 40))
         columns = {
             "n": np.ones_like(c),
-            "zero": is_removed.astype(float),
+            "zero": (c == 0).astype(float),
             "|c-ρ||g|": np.abs(c - rho) * size,
             "ρ|g|": rho * size,
             "(cg)²": np.square(c * g),
@@ -232,21 +246,24 @@ class CandidateOutcome:
             "cA": c * advantage,
             "A": advantage,
         }
-        self.sums += _sums_and_replicates(step, sequence, len(lengths), columns)
+        self.sums += _sums_and_replicates(step, sequence, count, np.stack([columns[name] for name in _SUMS], axis=1))
+        value = batch[EXPECTED_ADVANTAGE][:, 1:][is_compared].double().numpy()
+        bins = len(DELTA_EDGES) + 1
+        cell = sequence * 2 * bins + np.digitize(delta, DELTA_EDGES) + bins * (value > 0)
+        by_sequence = [
+            np.bincount(cell, np.abs(value) * factor, minlength=2 * bins * count).reshape(count, -1)
+            for factor in (c, rho, np.ones_like(c))
+        ]
+        has_tokens = np.bincount(sequence, minlength=count) > 0
+        rows = np.arange(count)
+        replicated = _sums_and_replicates(step, rows, count, np.column_stack([*by_sequence, has_tokens]))
+        self.pull_sums += replicated[:, :-1].reshape(self.pull_sums.shape)
+        self.responses += replicated[:, -1]
 
 
-def _measure(measure: str, sums: Array) -> Array:
-    """Return a measure over all sequences, followed by its value in each replicate."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return _MEASURES[measure](dict(zip(_SUMS, sums.T, strict=True)))
-
-
-def _sums_and_replicates(step: int, sequence: Array, sequence_count: int, columns: Mapping[str, Array]) -> Array:
-    """Return sums as in :attr:`CandidateOutcome.sums` of [N] values by name; those of absent names are 0."""
-    absent = np.zeros(len(sequence))
-    by_sequence = np.stack(
-        [np.bincount(sequence, columns.get(name, absent), minlength=sequence_count) for name in _SUMS], axis=1
-    )
+def _sums_and_replicates(step: int, sequence: Array, sequence_count: int, values: Array) -> Array:
+    """Return [1 + REPLICATES, k], sums of [N, k] values over all sequences, then over each bootstrap sample."""
+    by_sequence = np.stack([np.bincount(sequence, column, minlength=sequence_count) for column in values.T], axis=1)
     draws = np.random.default_rng(step).poisson(1.0, (REPLICATES, sequence_count))
     sums: Array = np.concatenate([by_sequence.sum(axis=0, keepdims=True), draws @ by_sequence])
     return sums

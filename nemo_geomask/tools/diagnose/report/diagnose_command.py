@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +22,6 @@ from nemo_geomask.tools.diagnose.report.report_tables import STEP, Decode, diagn
 from nemo_geomask.tools.diagnose.report.run_verdicts import (
     OverallHealth,
     RunVerdicts,
-    RunWatcher,
     find_recorded_runs,
     judge_runs,
 )
@@ -39,7 +37,6 @@ class DiagnoseOptions:
     as_json: bool = False
     has_tables: bool = False
     is_brief: bool = False
-    watch_seconds: float | None = None
     tokenizer: str | None = None
     html: Path | None = None
     cache: Path | None = None
@@ -68,11 +65,6 @@ def run_diagnose(options: DiagnoseOptions) -> OverallHealth:
         MissingDependencyError: an optional package is missing.
     """
     splits, _ = options.splits, options.decode  # an error of theirs comes before a long survey
-    if options.watch_seconds is not None:
-        incompatible = {"--by": options.by, "--against": options.against}
-        if names := [name for name, value in incompatible.items() if value is not None]:
-            raise ConfigError(f"--watch can't be combined with {', '.join(names)}; leave out --watch or the others")
-        return _watch(options, options.watch_seconds)
     verdicts = _find_and_judge(options)
     for split in splits or ():
         # If only some runs lack the data of a split, their output says so.
@@ -82,27 +74,6 @@ def run_diagnose(options: DiagnoseOptions) -> OverallHealth:
     _print_verdicts(verdicts, options)
     _write_files(verdicts, options)
     return verdicts.worst_health
-
-
-def _watch(options: DiagnoseOptions, seconds: float) -> OverallHealth:
-    """Judge the runs every ``seconds`` until Ctrl-C; print verdicts that changed, and rewrite files after new steps.
-
-    Returns the worst health at the end; ``healthy`` if nothing had been judged by then.
-    """
-    watcher = RunWatcher(options.directories, options.cache, options.skip_damaged)
-    health: OverallHealth = "healthy"
-    try:
-        while True:
-            poll = watcher.poll()
-            if poll.changed.healths:
-                _print_verdicts(poll.changed, options)
-            if poll.has_new_steps and poll.verdicts.judged:
-                _write_files(poll.verdicts, options)
-            if poll.verdicts.healths:
-                health = poll.verdicts.worst_health
-            time.sleep(seconds)
-    except KeyboardInterrupt:
-        return health
 
 
 def _find_and_judge(options: DiagnoseOptions) -> RunVerdicts:
@@ -215,11 +186,10 @@ def _write_files(verdicts: RunVerdicts, options: DiagnoseOptions) -> None:
         raise DataError("--html shows records, and none of these folders has any")
     write_report(
         options.html,
-        verdicts.judged,
+        [(run.files.directory, run.diagnosis) for run in verdicts.judged],
         fallbacks={
             str(folder): (verdict.health, verdict.sentence(folder)) for folder, verdict in verdicts.fallbacks.items()
         },
         decode=options.decode,
-        cache=options.cache,
     )
     print(f"report: {options.html}", file=sys.stderr)

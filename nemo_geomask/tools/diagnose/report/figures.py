@@ -6,52 +6,34 @@ A curve has at most :data:`MAX_POINTS` points, so that the report of a long run 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from html import escape as escape_html
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
-from nemo_geomask.tools.diagnose.measure.thresholds import (
-    HEALTH_LIMITS,
-    QUANTITIES,
-    REMOVED_SHARES,
-    Estimate,
-    HealthLimit,
-)
+from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS, QUANTITIES, Estimate, HealthLimit, Quantity
 from nemo_geomask.tools.shared.palette import CONTRASTING_COLOURS
 
 MAX_POINTS = 240
 """Largest number of points of a curve; the steps of a longer run are pooled."""
-RUN_SYMBOLS = ("circle", "diamond", "square", "x")
-"""Plotly's symbols; runs of the same colour differ in them."""
-LINE_STYLES = ("solid", "dash", "dashdot", "dot")
-"""Plotly's styles of lines, by the index of a run's curve."""
-MAX_NAME_LENGTH = 48
-"""Number of characters at which a name in a legend is cut."""
 _MAIN_QUANTITIES = ("noise", "reward", "response length", "masked out", "staleness")
 """Quantities whose figures are in the page's first section; the figures of the others are in a folded section."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a figure. The index of the run chooses the colour, ``style`` the style of the line.
-
-    ``name`` is empty if the run has one curve, ``low`` and ``high`` are if there is no confidence interval.
-    """
+    """Line of one run, by its index; ``low`` and ``high`` are empty if there is no confidence interval."""
 
     run: int
-    name: str
     x: tuple[float, ...]
     y: tuple[float, ...]
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
-    style: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,62 +56,32 @@ def run_colour(run: int) -> str:
 
 
 def diagnosis_figures(runs: Sequence[RunDiagnosis]) -> list[Figure]:
-    """Return the figures that compare runs; a figure whose data no run recorded is left out."""
+    """Return the figures that compare runs; a figure is left out if no run recorded its data, or all values are 0."""
     pooled = [_pool_steps(run.evidence.statistics) for run in runs]
-    figure = partial(
-        _step_figure, pooled, {index: run.since for index, run in enumerate(runs) if run.since is not None}
-    )
-    figures: list[Figure | None] = []
+    onsets = {index: run.since for index, run in enumerate(runs) if run.since is not None}
+    figures = []
     for number in (*HEALTH_LIMITS, *QUANTITIES):
-        definition, section = number.definition, "more"
+        curves = [curve for index, steps in enumerate(pooled) if (curve := _curve(index, steps, number)) is not None]
+        if not any(_finite_values(curves)):
+            continue
+        definition, section = number.definition, "steps" if number.name in _MAIN_QUANTITIES else "more"
         limits: tuple[float, ...] = ()
         if isinstance(number, HealthLimit):
             section, limits = "steps", (number.drifting, number.broken)
             drifting, broken = (f"{number.sign} {limit:g}" for limit in limits)
             definition += f". Drifting {drifting}, broken {broken}: {number.source}"
-        elif number.name in _MAIN_QUANTITIES:
-            section = "steps"
-        figures.append(figure("step", number.name, definition, section, [("", number.estimate)], limits))
-    masks = sorted({mask for steps in pooled for _, sums in steps for mask in sums.removed})
-    for unit, definition in REMOVED_SHARES:
-        title = "removed, of |Δ|" if unit == "capped_abs" else "removed, of the tokens"
-        series = [(mask, partial(_removed_share, mask, unit)) for mask in masks]
-        figures.append(figure("masks", title, f"for each mask, the {definition}", "masks", series))
-    return [figure for figure in figures if figure is not None]
+        figures.append(Figure(f"step {number.name}", number.name, definition, section, curves, limits, onsets))
+    return figures
 
 
-def _step_figure(
-    runs: Sequence[Sequence[tuple[float, StepSums]]],
-    onsets: Mapping[int, int],
-    key: str,
-    title: str,
-    definition: str,
-    section: str,
-    series: Sequence[tuple[str, Callable[[StepSums], Estimate]]],
-    limits: tuple[float, ...] = (),
-) -> Figure | None:
-    """Return the figure of numbers by step; None if nothing was recorded, or all values are 0.
-
-    ``series`` are the names of a run's curves, and what they show of each step.
-    """
-    curves = []
-    for run, steps in enumerate(runs):
-        x = tuple(step for step, _ in steps)
-        for style, (name, estimate) in enumerate(series):
-            y, low, high = zip(*(estimate(sums) if sums["tokens"] else _UNKNOWN for _, sums in steps), strict=True)
-            if not all(map(math.isnan, y)):
-                has_interval = not all(map(math.isnan, low))
-                curves.append(Curve(run, name, x, y, low if has_interval else (), high if has_interval else (), style))
-    if not any(_finite_values(curves)):
+def _curve(run: int, steps: Sequence[tuple[float, StepSums]], number: Quantity) -> Curve | None:
+    """Return the curve of a number by step; None if it was not recorded."""
+    unknown = Estimate(math.nan, math.nan, math.nan)
+    y, low, high = zip(*(number.estimate(sums) if sums["tokens"] else unknown for _, sums in steps), strict=True)
+    if all(map(math.isnan, y)):
         return None
-    return Figure(f"{key} {title}", title, definition, section, curves, limits, onsets)
-
-
-_UNKNOWN = Estimate(math.nan, math.nan, math.nan)
-
-
-def _removed_share(mask: str, unit: Literal["tokens", "capped_abs"], sums: StepSums) -> Estimate:
-    return _UNKNOWN._replace(value=sums.removed_share(mask, unit))
+    interval = () if all(map(math.isnan, low)) else (low, high)
+    return Curve(run, tuple(step for step, _ in steps), y, *interval)
 
 
 def _pool_steps(statistics: RunStatistics) -> list[tuple[float, StepSums]]:
@@ -164,7 +116,7 @@ def plotly_figure(figure: Figure, names: Sequence[str]) -> dict[str, Any]:
         "data": [trace for curve in figure.curves for trace in _plotly_traces(curve, names, is_log)],
         "yaxis": y_axis,
         "shapes": _plotly_lines(figure, [(limit, name) for limit, name in named if low <= limit <= high]),
-        "showlegend": len(figure.curves) > 1 or any(curve.name for curve in figure.curves),
+        "showlegend": len(figure.curves) > 1,
     }
 
 
@@ -185,11 +137,8 @@ def _plotly_lines(figure: Figure, limits: Sequence[tuple[float, str]]) -> list[d
 
 def _plotly_traces(curve: Curve, names: Sequence[str], is_log: bool) -> Iterator[dict[str, Any]]:
     colour = run_colour(curve.run)
-    # The run's name precedes the curve's where that does not identify the curve.
-    parts = [names[curve.run] if not curve.name or len(names) > 1 else "", curve.name]
-    cut = (part if len(part) <= MAX_NAME_LENGTH else f"{part[: MAX_NAME_LENGTH - 1]}…" for part in parts if part)
     # Plotly would render markup, and mathematics between dollar signs.
-    name = escape_html(", ".join(cut), quote=False).replace("$", "&#36;")
+    name = escape_html(names[curve.run], quote=False).replace("$", "&#36;")
     x = list(map(_short_number, curve.x))
     if curve.low:
         for ends, fill in ((curve.low, {}), (curve.high, {"fill": "tonexty"})):
@@ -197,15 +146,14 @@ def _plotly_traces(curve: Curve, names: Sequence[str], is_log: bool) -> Iterator
             y = [_short_number(max(end, y / 10) if is_log else end) for end, y in zip(ends, curve.y, strict=True)]
             style = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
             yield {"x": x, "y": y, "fillcolor": f"{colour}26", "legendgroup": name, **style, **fill}
-    symbol = RUN_SYMBOLS[curve.run // len(CONTRASTING_COLOURS) % len(RUN_SYMBOLS)]
     yield {
         "x": x,
         "y": list(map(_short_number, curve.y)),
         "name": name,
         "legendgroup": name,
         "mode": "lines+markers" if len(x) < 60 else "lines",
-        "marker": {"color": colour, "symbol": symbol, "size": 5},
-        "line": {"color": colour, "dash": LINE_STYLES[curve.style % len(LINE_STYLES)]},
+        "marker": {"color": colour, "size": 5},
+        "line": {"color": colour},
     }
 
 

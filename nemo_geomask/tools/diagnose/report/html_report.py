@@ -22,23 +22,11 @@ from nemo_geomask.optional import require
 from nemo_geomask.tools.diagnose.explain.causes import CAUSES
 from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis, causes_by_need
 from nemo_geomask.tools.diagnose.measure.dimensions import BIN_DEFINITIONS
-from nemo_geomask.tools.diagnose.read.record_sources import RunFiles
-from nemo_geomask.tools.diagnose.report.excerpts import MISMATCH_GRADES, Excerpt, worst_excerpts
 from nemo_geomask.tools.diagnose.report.figures import Figure, diagnosis_figures, plotly_figure, run_colour
 from nemo_geomask.tools.diagnose.report.report_tables import Decode, Table, diagnosis_tables
 from nemo_geomask.tools.shared.atomic_write import write_atomically
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
 from nemo_geomask.tools.shared.terminal_tables import format_cell
-
-
-@dataclass(frozen=True)
-class ReportedRun:
-    """A run, and the data that the report shows about it."""
-
-    name: str
-    directory: str
-    diagnosis: RunDiagnosis
-    excerpts: Sequence[Excerpt] = ()
 
 
 def short_names(directories: Sequence[Path]) -> list[str]:
@@ -75,14 +63,12 @@ _SECTIONS = {
     ),
     "more": ("More numbers by step", ""),
     "parts": ("By position, length, probability, …", "Which tokens have the mismatch."),
-    "masks": ("Tokens that the masks removed", "As decided by each mask when the batch was recorded."),
     "worst": ("Worst sequences and tokens", ""),
 }
 """Title and introduction of each section, by its id, in the order of the page."""
 
 _SECTION_OF_TABLE = {
     **{key: key for key in ("numbers", "causes", "steps")},
-    "changes": "steps",
     **dict.fromkeys(("worst_sequences", "worst_tokens"), "worst"),
 }
 """Section of each table, by the table's key; the tables by dimension, which are not listed, are in ``parts``."""
@@ -98,16 +84,16 @@ def _column_class(table: Table, index: int) -> str:
     return "short" if any(isinstance(row[index], str) and row[index] for row in table.rows) else "number"
 
 
-def _build_sections(runs: Sequence[ReportedRun], decode: Decode | None) -> list[_PageSection]:
+def _build_sections(runs: Sequence[RunDiagnosis], decode: Decode | None) -> list[_PageSection]:
     """Return the sections that have a figure or a table."""
     sections = {
         key: _PageSection(key, title, intro, is_folded=key == "more") for key, (title, intro) in _SECTIONS.items()
     }
-    for figure in diagnosis_figures([run.diagnosis for run in runs]):
+    for figure in diagnosis_figures(runs):
         sections[figure.section].figures.append(figure)
     tables_by_key: dict[str, list[tuple[int, Table]]] = {}
     for index, run in enumerate(runs):
-        for table in diagnosis_tables(run.diagnosis, decode):
+        for table in diagnosis_tables(run, decode):
             tables_by_key.setdefault(table.key, []).append((index, table))
     for key, tables in tables_by_key.items():
         # The definitions are the same for all runs and stand below the last table; those of dimensions, at the top.
@@ -119,49 +105,32 @@ def _build_sections(runs: Sequence[ReportedRun], decode: Decode | None) -> list[
     return [section for section in sections.values() if section.figures or section.tables]
 
 
+_REQUIREMENT = ("a report needs", "diagnose")
+
+
 def write_report(
     path: Path,
-    runs: Sequence[tuple[RunFiles, RunDiagnosis]],
+    runs: Sequence[tuple[Path, RunDiagnosis]],
     *,
     fallbacks: Mapping[str, tuple[str, str]] | None = None,
     decode: Decode | None = None,
-    cache: Path | None = None,
     names: Sequence[str] | None = None,
 ) -> None:
-    """Write the report on one or more runs, with excerpts of their worst sequences.
+    """Write the report on one or more runs.
 
     Args:
         path: the HTML file; it appears complete or not at all.
-        runs: files and diagnosis of at least one run; several are shown side by side.
+        runs: folder and diagnosis of at least one run; several are shown side by side.
         fallbacks: health and verdict of each folder without records, by the folder.
-        decode, cache: as for the survey and the tables.
+        decode: function that decodes token ids; None: ids are shown.
         names: names of the runs; None: the parts of their paths that differ.
 
     Raises: MissingDependencyError: plotly or Jinja is missing. DataError: the file can't be written.
     """
-    reported = [
-        ReportedRun(name, str(files.directory), diagnosis, worst_excerpts(files, diagnosis, decode, cache))
-        for name, (files, diagnosis) in zip(
-            names or short_names([files.directory for files, _ in runs]), runs, strict=True
-        )
-    ]
-    write_page(path, reported, fallbacks=fallbacks, decode=decode)
-
-
-_REQUIREMENT = ("a report needs", "diagnose")
-
-
-def write_page(
-    path: Path,
-    runs: Sequence[ReportedRun],
-    *,
-    fallbacks: Mapping[str, tuple[str, str]] | None = None,
-    decode: Decode | None = None,
-) -> None:
-    """Write the page of runs whose excerpts and metrics have been read; otherwise like :func:`write_report`."""
-    sections = _build_sections(runs, decode)
+    names = names or short_names([directory for directory, _ in runs])
+    diagnoses = [diagnosis for _, diagnosis in runs]
+    sections = _build_sections(diagnoses, decode)
     figures = [figure for section in sections for figure in section.figures]
-    names = [run.name for run in runs]
     plotly_script = require("plotly.offline", *_REQUIREMENT).get_plotlyjs().replace("\r", "")
     page_script = _read_page_file("page.js")
     html = _load_template().render(
@@ -172,12 +141,11 @@ def write_page(
         plotly_script=plotly_script,
         page_script=page_script,
         bin_definitions=BIN_DEFINITIONS,
-        runs=[_run_context(index, run) for index, run in enumerate(runs)],
+        runs=[_run_context(index, name, *run) for index, (name, run) in enumerate(zip(names, runs, strict=True))],
         fallbacks=dict(fallbacks or {}),
         sections=sections,
         format_cell=format_cell,
         column_class=_column_class,
-        grades=MISMATCH_GRADES,
         figures={figure.key: plotly_figure(figure, names) for figure in figures},
     )
     try:
@@ -187,9 +155,8 @@ def write_page(
         raise DataError(f"--html: {path} can't be written ({error.strerror or error})") from None
 
 
-def _run_context(index: int, run: ReportedRun) -> dict[str, Any]:
+def _run_context(index: int, name: str, directory: Path, diagnosis: RunDiagnosis) -> dict[str, Any]:
     """Return the template's variables of one run."""
-    diagnosis = run.diagnosis
     detections = diagnosis.detections
     total = diagnosis.evidence.statistics.total()
     steps = sorted(diagnosis.evidence.statistics.steps)
@@ -197,9 +164,9 @@ def _run_context(index: int, run: ReportedRun) -> dict[str, Any]:
     causes = [] if diagnosis.unjudged_reason else CAUSES
     ruled_out = [cause for cause in causes if detections[cause.id].state == "ruled out"]
     return {
-        "name": run.name,
+        "name": name,
         "letter": chr(ord("A") + index % 26),
-        "directory": run.directory,
+        "directory": str(directory),
         "colour": run_colour(index),
         "health": "unknown" if diagnosis.unjudged_reason else diagnosis.health,
         "verdict": verdict,
@@ -214,7 +181,6 @@ def _run_context(index: int, run: ReportedRun) -> dict[str, Any]:
         },
         "extent": f"{len(steps)} steps, {steps[0]} to {steps[-1]}; {total['sequences']:,.0f} sequences and "
         f"{total['tokens']:,.0f} trained tokens with log-probs of both engines",
-        "excerpts": run.excerpts,
     }
 
 

@@ -82,13 +82,6 @@ class LogVerdictJson(TypedDict):
 DiagnoseOutput = list[DiagnosisJson | LogVerdictJson]
 
 
-class TokensJson(TypedDict):
-    """Numbers of tokens that the measures are over."""
-
-    with_gradient: int
-    trained: int
-
-
 class MeasureJson(TypedDict):
     """A measure with its confidence interval."""
 
@@ -103,11 +96,11 @@ class CandidateJson(TypedDict):
     settings: dict[str, Any]
     source: str
     removed: MeasureJson
+    pull: MeasureJson
     bias: MeasureJson
     variance: MeasureJson
     ess: MeasureJson
     advantage: MeasureJson
-    removed_of: dict[str, Number]
     skipped: list[int]
     metrics: Any
     on_front: bool
@@ -126,6 +119,9 @@ class SweepJson(TypedDict):
     recommended: str | None
     loss_fn: str | None
     no_recommendation: str
+    decided_by: Literal["pull", "bias"]
+    wrong_tokens: Annotated[Number, Field(description="Tokens of a response that the trainer would not have sampled.")]
+    advantage_explained: Annotated[Number, Field(description="Share of the advantage that the context predicts.")]
     definitions: dict[str, str]
-    tokens: TokensJson
+    tokens: Annotated[dict[str, int], Field(description="Number of trained tokens, and of those with_gradient.")]
     candidates: list[CandidateJson]

@@ -27,7 +27,6 @@ from nemo_geomask.tools.diagnose.measure.thresholds import (
     QUANTITIES,
     REMOVED_SHARES,
     HealthLimit,
-    effective_share,
 )
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL, ratio_interval
 from nemo_geomask.tools.shared.terminal_tables import ABSENT, print_table
@@ -84,7 +83,7 @@ def diagnosis_tables(
             _step_table(diagnosis, all_steps) if names == (STEP,) else _bin_table(diagnosis.evidence, names)
             for names in splits
         ]
-    tables = [_number_table(diagnosis), _cause_table(diagnosis), _change_table(diagnosis)]
+    tables = [_number_table(diagnosis), _cause_table(diagnosis)]
     tables.append(_step_table(diagnosis, _MAX_STEPS))
     tables += [_bin_table(diagnosis.evidence, (name,)) for name in (*DIMENSIONS_BY_NAME, ENVIRONMENT)]
     tables += _worst_tables(diagnosis, decode)
@@ -152,28 +151,16 @@ def _share_cells(diagnosis: RunDiagnosis, cause: str) -> tuple[str, str]:
     return k3, size
 
 
-def _change_table(diagnosis: RunDiagnosis) -> Table:
-    rows: list[tuple[Any, ...]] = [
-        (one.metric, one.since, one.before, one.after, "slope" if one.is_gradual else "jump", round(one.score, 1))
-        for one in diagnosis.alarms
-    ]
-    columns = ("", "since step", "before", "after", "as a", "standard errors")
-    return Table("changes", "Numbers that changed", columns, rows)
-
-
 _STEP_COLUMNS = {
-    "step": "",
-    "sequences": "",
     "token_mult_prob_error": "token_mult_prob_error",
     "k3": "geomask/mismatch_k3",
-    CONFIDENCE_LABEL: "",
     "noise": "noise",
     "ESS": "effective sample size, tokens",
     "surprise": "surprise",
     "length": "response length",
     "reward": "reward",
 }
-"""Columns of the table of steps; for each, the name of the health limit or quantity that defines it, or ""."""
+"""Numbers in the table of steps, by their columns."""
 
 
 def _step_table(diagnosis: RunDiagnosis, max_steps: int) -> Table:
@@ -185,31 +172,23 @@ def _step_table(diagnosis: RunDiagnosis, max_steps: int) -> Table:
         if diagnosis.since in steps:
             indices.add(steps.index(diagnosis.since))
         steps = [steps[index] for index in sorted(indices)]
+    by_name = {number.name: number for number in (*HEALTH_LIMITS, *QUANTITIES)}
+    numbers = {column: by_name[name] for column, name in _STEP_COLUMNS.items()}
     rows: list[tuple[Any, ...]] = []
     for step in steps:
         sums = statistics.steps[step]
+        error, k3, *values = (number.value(sums) if sums["tokens"] else math.nan for number in numbers.values())
         low, high = sums.interval("k3")
-        rows.append(
-            (
-                step,
-                int(sums["all_sequences"]),
-                sums.mean("prob_error"),
-                sums.mean("k3"),
-                ABSENT if math.isnan(low) else f"{low:.2g} to {high:.2g}",
-                sums.mean("capped_abs", "one_minus_p"),
-                effective_share(sums["weight"], sums["weight_squared"], sums["tokens"]),
-                sums.mean("surprise"),
-                sums.mean("response_tokens", "sequences"),
-                sums.mean("reward", "sequences_with_reward"),
-            )
-        )
-    number_definitions = {number.name: number.definition for number in (*HEALTH_LIMITS, *QUANTITIES)}
+        interval = ABSENT if math.isnan(low) else f"{low:.2g} to {high:.2g}"
+        rows.append((step, int(sums["all_sequences"]), error, k3, interval, *values))
     definitions = {
-        column: number_definitions[name] for column, name in _STEP_COLUMNS.items() if name in number_definitions
+        **{column: number.definition for column, number in numbers.items()},
+        "sequences": "number of sequences with a trained token",
+        CONFIDENCE_LABEL: "interval of k3, by a bootstrap over sequences",
     }
-    definitions["sequences"] = "number of sequences with a trained token"
-    definitions[CONFIDENCE_LABEL] = "interval of k3, by a bootstrap over sequences"
-    return Table("steps", "Steps", tuple(_STEP_COLUMNS), rows, definitions)
+    first, second, *others = numbers
+    columns = ("step", "sequences", first, second, CONFIDENCE_LABEL, *others)
+    return Table("steps", "Steps", columns, rows, definitions)
 
 
 _PERCENT_MEASURES = ("tokens", "Δ > 0")

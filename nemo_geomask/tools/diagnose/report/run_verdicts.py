@@ -1,4 +1,4 @@
-"""Verdicts on the runs in some folders, once or while they train: by their records, or else by their logged metrics."""
+"""Verdicts on the runs in some folders: by their records, or else by their logged metrics."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from typing import Literal, NamedTuple
 from nemo_geomask.errors import DataError, GeomaskError, MissingDependencyError
 from nemo_geomask.tools.diagnose.explain.logged_verdict import expected_names, judge_logged
 from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis
-from nemo_geomask.tools.diagnose.explain.verdict import diagnose
-from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
-from nemo_geomask.tools.diagnose.measure.run_survey import survey_run
 from nemo_geomask.tools.diagnose.measure.thresholds import Health
 from nemo_geomask.tools.diagnose.read.logged_metrics import read_logged
 from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, find_runs
@@ -55,14 +52,10 @@ class RunVerdicts:
     fallbacks: dict[Path, FallbackVerdict] = field(default_factory=dict)
 
     @property
-    def healths(self) -> list[OverallHealth]:
-        """Health of every run and folder."""
-        return [run.health for run in self.judged] + [verdict.health for verdict in self.fallbacks.values()]
-
-    @property
     def worst_health(self) -> OverallHealth:
-        """The worst of :attr:`healths`; a run that could not be judged is worse than a drifting one."""
-        return max(self.healths, key=_HEALTH_ORDER.index)
+        """The worst health of the runs and folders; one that could not be judged is worse than a drifting one."""
+        healths = *(run.health for run in self.judged), *(verdict.health for verdict in self.fallbacks.values())
+        return max(healths, key=_HEALTH_ORDER.index)
 
 
 def find_recorded_runs(
@@ -83,7 +76,7 @@ def _judge_by_metrics(directory: Path, records_error: str) -> FallbackVerdict:
         series = read_logged(directory)
     except GeomaskError as metrics_error:
         return FallbackVerdict("unknown", f"{records_error}; {metrics_error}")
-    if not series:
+    if not series and not (directory / "metrics.jsonl").is_file():
         return FallbackVerdict("unknown", records_error)
     try:
         verdict = judge_logged(series)
@@ -92,8 +85,8 @@ def _judge_by_metrics(directory: Path, records_error: str) -> FallbackVerdict:
     if verdict is None:
         return FallbackVerdict(
             "unknown",
-            f"{records_error}; its logged metrics ({shorten(', '.join(series), 100)}) hold none that tells the "
-            f"mismatch; expected one of {expected_names()}",
+            f"{records_error}; its logged metrics ({shorten(', '.join(series) or 'no number', 100)}) hold none that "
+            f"tells the mismatch; expected one of {expected_names()}",
         )
     return FallbackVerdict(verdict.health, verdict.sentence)
 
@@ -118,89 +111,3 @@ def judge_runs(
     if not verdicts.judged and all(verdict.health == "unknown" for verdict in verdicts.fallbacks.values()):
         raise DataError(*(verdict.explanation for verdict in verdicts.fallbacks.values()))
     return verdicts
-
-
-class Poll(NamedTuple):
-    """Verdicts on all runs and folders, those that differ from the previous poll's, and whether a step was added."""
-
-    verdicts: RunVerdicts
-    changed: RunVerdicts
-    has_new_steps: bool
-
-
-class RunWatcher:
-    """Poller of folders, with the statistics of each run so far and the verdicts that the previous poll reported."""
-
-    def __init__(self, directories: Sequence[Path], cache: Path | None, skip_damaged: bool) -> None:
-        self._directories = directories
-        self._skip_damaged = skip_damaged
-        self._cache = cache
-        self._statistics: dict[Path, RunStatistics] = {}
-        self._file_states: dict[Path, tuple[int, int]] = {}
-        self._reported_runs: dict[Path, tuple[str, int | None, bool]] = {}
-        self._reported_fallbacks: dict[Path, str] = {}
-
-    def poll(self) -> Poll:
-        """Add the new complete steps of each run to its statistics, and judge all runs."""
-        runs, fallbacks = find_recorded_runs(self._directories, skip_damaged=self._skip_damaged)
-        verdicts = RunVerdicts(fallbacks=fallbacks)
-        has_new_steps = False
-        for run in runs:
-            statistics = self._statistics.setdefault(run.directory, RunStatistics())
-            steps = [step for step in run.steps if step not in statistics.steps and self._is_complete(run, step)]
-            count = len(statistics.steps)
-            if steps and (errors := _add_steps(statistics, run, steps, self._cache)):
-                verdicts.fallbacks[run.directory] = FallbackVerdict("unknown", "\n".join(errors))
-            has_new_steps |= len(statistics.steps) > count  # False if the new files hold no sequence
-            if statistics.steps:
-                verdicts.judged.append(JudgedRun(run, diagnose(statistics)))
-        return Poll(verdicts, self._changed(verdicts), has_new_steps)
-
-    def _changed(self, verdicts: RunVerdicts) -> RunVerdicts:
-        """Return the verdicts that the previous poll did not report, and remember all of them as reported."""
-        run_keys = {
-            run.files.directory: (run.diagnosis.health, run.diagnosis.since, bool(run.diagnosis.unjudged_reason))
-            for run in verdicts.judged
-        }
-        # A verdict by metrics counts as changed only if its health does: the numbers in its sentence always change.
-        fallback_keys = {
-            folder: verdict.explanation if verdict.health == "unknown" else verdict.health
-            for folder, verdict in verdicts.fallbacks.items()
-        }
-        new_runs = {folder for folder, key in run_keys.items() if self._reported_runs.get(folder) != key}
-        new_fallbacks = {folder for folder, key in fallback_keys.items() if self._reported_fallbacks.get(folder) != key}
-        changed = RunVerdicts(
-            [run for run in verdicts.judged if run.files.directory in new_runs],
-            {folder: verdict for folder, verdict in verdicts.fallbacks.items() if folder in new_fallbacks},
-        )
-        self._reported_runs |= run_keys
-        self._reported_fallbacks = fallback_keys
-        return changed
-
-    def _is_complete(self, run: RunFiles, step: int) -> bool:
-        """Return True if the step's files have not changed since the previous poll."""
-        paths = run.paths([step])
-        before = [self._file_states.get(path) for path in paths]
-        states = []
-        for path in paths:
-            try:
-                status = path.stat()
-            except OSError:  # deleted meanwhile
-                return False
-            states.append((status.st_size, status.st_mtime_ns))
-            self._file_states[path] = states[-1]
-        return before == states
-
-
-def _add_steps(statistics: RunStatistics, run: RunFiles, steps: Sequence[int], cache: Path | None) -> list[str]:
-    """Add steps to a run's statistics; return the errors of those that cannot be read."""
-    try:
-        statistics.add(survey_run(run, steps, cache))
-    except MissingDependencyError:
-        raise
-    except GeomaskError as error:
-        if len(steps) == 1:
-            return [str(error)]
-        # Find the step with the error, and add the others.
-        return [message for step in steps for message in _add_steps(statistics, run, [step], cache)]
-    return []

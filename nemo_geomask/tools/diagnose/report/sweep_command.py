@@ -16,24 +16,31 @@ from nemo_geomask.losses import build_loss
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.diagnose.explain.verdict import diagnose
 from nemo_geomask.tools.diagnose.measure.run_survey import read_step, survey_run
+from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
 from nemo_geomask.tools.diagnose.measure.thresholds import MIN_SEQUENCES
 from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, find_run
 from nemo_geomask.tools.diagnose.report import correction_sweep
-from nemo_geomask.tools.diagnose.report.correction_sweep import DEFINITIONS, PARTS, CandidateOutcome
+from nemo_geomask.tools.diagnose.report.correction_sweep import DEFINITIONS, CandidateOutcome
 from nemo_geomask.tools.diagnose.report.json_formats import CandidateJson, MeasureJson, SweepJson
 from nemo_geomask.tools.diagnose.report.report_tables import print_tables
 from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES, GRID, split_recipe_loss
-from nemo_geomask.tools.diagnose.report.sweep_section import sweep_tables
+from nemo_geomask.tools.diagnose.report.sweep_tables import explain_harm, sweep_table
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, to_json
 from nemo_geomask.tools.shared.progress_bar import track
-from nemo_geomask.tools.shared.terminal_text import escape_line
 
-_WRONG_LOGPROBS = ("positive_logprobs", "shifted", "zero_logprobs", "nonfinite")
-"""Causes whose log-probs are not those of the tokens."""
+_WRONG_LOGPROBS = (
+    *("positive_logprobs", "shifted", "zero_logprobs", "nonfinite", "scaled", "biased_weight", "current_policy"),
+)
+"""Causes whose log-probs are not those of the tokens, or of no distribution."""
 MAX_NONFINITE = 1e-3
 """Share of non-finite log-probs up to which a replay leaves them out."""
-MAX_VARIANCE = 1.1
-"""Largest variance that a recommended candidate may have, as a multiple of the variance without correction."""
+MAX_VARIANCE = {"bias": 1.1, "pull": 2.0}
+"""Largest variance that a recommended candidate may have, as a multiple of that without correction, by what decides.
+
+A bias that persists does harm that no smaller step mends; a larger variance costs time.
+"""
+MIN_PULL = 0.05
+"""Pull without correction that the lower end of its interval must exceed for the pull to decide."""
 
 
 def run_sweep(
@@ -73,13 +80,14 @@ def run_sweep(
             candidates.insert(1, recipe_candidate)
     candidates, incompatible = correction_sweep.select_compatible(candidates, base)
     batches = _StepBatches(run, _choose_steps(run.steps, step_count, last_steps_only), cache)
-    _check_logprobs(run, batches.steps, cache)
+    sums = _check_logprobs(run, batches.steps, cache)
     steps = track(batches, len(batches.steps), "replaying steps")
     outcomes = correction_sweep.replay(steps, candidates, base, at=at)
     reason = explain_no_recommendation(outcomes)
     best, block = (None, "") if reason else recommend(outcomes, base)
-    front = {id(outcome) for outcome in pareto_front(outcomes)}
-    with_gradient = round(float(outcomes[0].tokens[0]))
+    decisive = deciding_measure(outcomes)
+    front = {id(outcome) for outcome in pareto_front(outcomes, decisive)}
+    with_gradient = outcomes[0].tokens
     values: SweepJson = {
         "version": JSON_VERSION,
         "run": str(run.directory),
@@ -91,6 +99,9 @@ def run_sweep(
         "recommended": None if best is None else best.candidate.name,
         "loss_fn": block or None,
         "no_recommendation": reason,
+        "decided_by": decisive,
+        "wrong_tokens": sums.mean("wrong_tokens", "sequences_with_advantages"),
+        "advantage_explained": max(sums.mean("advantage_explained", "advantage_squared"), 0.0),
         "definitions": DEFINITIONS,
         "tokens": {"with_gradient": with_gradient, "trained": with_gradient + outcomes[0].silent_tokens},
         "candidates": [_outcome_json(outcome, on_front=id(outcome) in front) for outcome in outcomes],
@@ -98,7 +109,8 @@ def run_sweep(
     if output == "json":
         print(to_json(values))
     elif output == "tables":
-        print_tables(sweep_tables(values, _title(values), ("→", "*")))
+        print_tables([sweep_table(values)])
+        print(f"\n{explain_harm(values)}")
         if incompatible:
             print(f"\nincompatible with this loss_fn: {', '.join(incompatible)}")
         print()
@@ -107,9 +119,13 @@ def run_sweep(
     return reason
 
 
-def _check_logprobs(run: RunFiles, steps: Sequence[int], cache: Path | None) -> None:
-    """Raise DataError if the log-probs of the steps are wrong: what a correction does is computed from them."""
-    for shown in diagnose(survey_run(run, steps, cache)).shown:
+def _check_logprobs(run: RunFiles, steps: Sequence[int], cache: Path | None) -> StepSums:
+    """Return the sums over the steps.
+
+    Raises: DataError: their log-probs are wrong; what a correction does is computed from them.
+    """
+    statistics = survey_run(run, steps, cache)
+    for shown in diagnose(statistics).shown:
         detection = shown.detection
         is_trace = shown.cause.id == "nonfinite" and detection.value <= MAX_NONFINITE
         if shown.cause.id in _WRONG_LOGPROBS and not is_trace:
@@ -117,6 +133,7 @@ def _check_logprobs(run: RunFiles, steps: Sequence[int], cache: Path | None) -> 
                 f"{run.directory}: {shown.cause.name} ({detection.description}): bias and variance would be computed "
                 f"from wrong log-probs; {shown.cause.action}"
             )
+    return statistics.total()
 
 
 def _choose_steps(steps: Sequence[int], count: int, last_steps_only: bool) -> list[int]:
@@ -151,9 +168,19 @@ class _StepBatches:
             yield step, batch
 
 
-def pareto_front(outcomes: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
-    """Return the outcomes that no other outcome beats: in bias or in variance, without being worse in either."""
-    points = [(outcome.value("bias"), outcome.value("variance")) for outcome in outcomes]
+def deciding_measure(outcomes: Sequence[CandidateOutcome]) -> Literal["pull", "bias"]:
+    """Return what a correction is chosen by: the pull if it is sure without correction, else the whole bias.
+
+    Where the recorded contexts predict no advantage, the pull is not known to be 0: other parts of a prefix may.
+    """
+    return "pull" if outcomes[0].interval("pull")[0] > MIN_PULL else "bias"
+
+
+def pareto_front(
+    outcomes: Sequence[CandidateOutcome], decisive: Literal["pull", "bias"] = "bias"
+) -> list[CandidateOutcome]:
+    """Return the outcomes that no other beats: in pull or bias, or in variance, without being worse in either."""
+    points = [(outcome.value(decisive), outcome.value("variance")) for outcome in outcomes]
     return [
         outcome
         for outcome, (bias, variance) in zip(outcomes, points, strict=True)
@@ -168,7 +195,7 @@ def explain_no_recommendation(outcomes: Sequence[CandidateOutcome]) -> str:
     The first outcome is that of ``NO_CORRECTION``. Raises: DataError: no token has a gradient.
     """
     uncorrected = outcomes[0]
-    if not uncorrected.tokens[0]:
+    if not uncorrected.tokens:
         if uncorrected.silent_tokens:
             raise DataError(
                 f"all {uncorrected.silent_tokens:,} trained tokens of the replayed steps have an advantage of 0, so no "
@@ -191,18 +218,20 @@ def recommend(
 ) -> tuple[CandidateOutcome, str]:
     """Return the best outcome and the ``loss_fn`` block that sets its candidate.
 
-    The best candidate has the least bias of those that skip no step and whose variance is at most
+    The best candidate has the least pull or bias of those that skip no step and whose variance is at most
     :data:`MAX_VARIANCE`, judged by the upper end of its interval. If its bias is within the interval of the bias
     without correction, which is the first outcome, that one is returned. ``base`` has the settings that all share.
     """
-    uncorrected = outcomes[0]
+    uncorrected, decisive = outcomes[0], deciding_measure(outcomes)
     allowed = [
         outcome
         for outcome in outcomes
-        if outcome.interval("variance")[1] <= MAX_VARIANCE and not outcome.skipped and outcome.candidate.settings
+        if outcome.interval("variance")[1] <= MAX_VARIANCE[decisive]
+        and not outcome.skipped
+        and outcome.candidate.settings
     ]
-    best = min(allowed, key=lambda outcome: (outcome.value("bias"), outcome.value("variance")), default=uncorrected)
-    if best.value("bias") >= uncorrected.interval("bias")[0]:
+    best = min(allowed, key=lambda outcome: (outcome.value(decisive), outcome.value("variance")), default=uncorrected)
+    if best.value(decisive) >= uncorrected.interval(decisive)[0]:
         best = uncorrected
     return best, format_loss_block(best, outcomes, base or {})
 
@@ -215,11 +244,14 @@ def format_loss_block(best: CandidateOutcome, outcomes: Sequence[CandidateOutcom
         return f"{100 * outcome.value(measure):.3g} % ({low:.3g} to {high:.3g})"
 
     low, high = best.interval("variance")
+    decisive = deciding_measure(outcomes)
+    pulls = [f"{outcome.value('pull'):.3g}" for outcome in (best, outcomes[0])]
     lines = [
         f"# {best.candidate.name} ({best.candidate.source}), of {len(outcomes)} candidates:",
         f"# bias of the gradient {percent(best, 'bias')}; without correction {percent(outcomes[0], 'bias')}",
         f"# variance {best.value('variance'):.3g} ({low:.3g} to {high:.3g}) times that without correction; "
-        f"{MAX_VARIANCE:g} times is allowed",
+        f"{MAX_VARIANCE[decisive]:g} times is allowed",
+        *([f"# pull, the bias that persists: {pulls[0]}; without correction {pulls[1]}"] if decisive == "pull" else []),
         f"# removes {percent(best, 'removed')} of the tokens; shifts the mean advantage by "
         f"{best.value('advantage'):.2g}",
     ]
@@ -235,21 +267,6 @@ def format_loss_block(best: CandidateOutcome, outcomes: Sequence[CandidateOutcom
     return "\n".join([*lines, "loss_fn:", *(f"  {key}: {inline_yaml(value)}" for key, value in settings.items())])
 
 
-def _title(sweep: SweepJson) -> str:
-    """Return the title of the table of candidates: its steps, what was left out, and over which tokens it is."""
-    title = f"Steps {', '.join(map(str, sweep['steps']))}"
-    if sweep["left_out"]:
-        title += f"; {sum(sweep['left_out'].values())} sequences left out"
-    if sweep["damaged_files"]:
-        first, *_ = sweep["damaged_files"].values()
-        title += f"; {len(sweep['damaged_files'])} files left out as damaged, the first: {escape_line(first)}"
-    with_gradient, trained = sweep["tokens"]["with_gradient"], sweep["tokens"]["trained"]
-    tokens = f"{trained:,} trained tokens"
-    if with_gradient < trained:
-        tokens = f"{with_gradient:,} of {tokens}, without those whose advantage is 0 and which have no gradient"
-    return f"{title}; *: no other has less bias and less variance, →: recommended; over {tokens}"
-
-
 def _outcome_json(outcome: CandidateOutcome, *, on_front: bool) -> CandidateJson:
     def measure(name: str) -> MeasureJson:
         return {"value": outcome.value(name), "interval": outcome.interval(name)}
@@ -259,11 +276,11 @@ def _outcome_json(outcome: CandidateOutcome, *, on_front: bool) -> CandidateJson
         "settings": dict(outcome.candidate.settings),
         "source": outcome.candidate.source,
         "removed": measure("removed"),
+        "pull": measure("pull"),
         "bias": measure("bias"),
         "variance": measure("variance"),
         "ess": measure("ess"),
         "advantage": measure("advantage"),
-        "removed_of": {part: outcome.removed_share(part) for part in PARTS},
         "skipped": outcome.skipped,
         "metrics": outcome.metrics,
         "on_front": on_front,

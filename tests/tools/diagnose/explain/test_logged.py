@@ -218,8 +218,11 @@ def test_one_worse_step_leaves_a_sick_run_sick():
     assert heavy.health == "broken"
 
 
-def test_every_fourth_step_beyond_the_limit_is_drifting():
-    assert judge_logged(series([1.3 if step % 3 == 0 else 1.01 for step in range(60)])).health == "drifting"
+def test_a_metric_that_is_half_bad_says_in_which_steps():
+    verdict = judge_logged(series([1.3 if step % 3 == 0 else 1.01 for step in range(60)]))
+    assert verdict.health == "drifting"
+    assert "1.01 (drifting, beyond its limit in 6 of 20 steps: every third step (" in verdict.sentence
+    assert "beyond its limit in" not in judge_logged(series([1.3] * 60)).sentence
 
 
 def test_runs_that_agree_to_the_bit_are_healthy_however_they_move():
@@ -314,6 +317,13 @@ def test_a_file_without_a_known_metric_names_the_expected_ones(tmp_path, capsys)
     )
     for name in ("gen_kl_error", "rollout_corr/k3_kl", "sampling/sampling_logp_difference/mean", "mismatch_kl/mean"):
         assert name in error
+
+
+def test_values_that_are_text_name_the_expected_metrics(tmp_path, capsys):
+    folder = write_metrics(tmp_path / "run", ({"step": step, "token_mult_prob_error": "1.2"} for step in range(9)))
+    assert main(["diagnose", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert "its logged metrics (no number) hold none that tells the mismatch; expected one of NeMo-RL" in error
 
 
 def test_a_long_run_of_many_metrics_is_read(tmp_path):

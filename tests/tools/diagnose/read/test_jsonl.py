@@ -202,7 +202,7 @@ def test_a_row_without_a_value_is_one_error_with_file_and_row(tmp_path, capsys, 
     for command in ("diagnose", "sweep"):
         assert main([command, str(tmp_path)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"{path}:2: has " in line
+        assert f"{path}:2: has no {key}, which" in line
 
 
 def test_records_below_the_logs_are_the_same_run(tmp_path):

@@ -171,8 +171,6 @@ def test_a_run_against_another_over_the_steps_of_both(tmp_path, capsys):
     assert "holds several runs" in capsys.readouterr().err
     assert main(["diagnose", str(write_steps(tmp_path / "late", (9,))), "--against", str(that)]) == 2
     assert "no step in common with" in capsys.readouterr().err
-    assert main([*arguments, "--watch", "1"]) == 2
-    assert "can't be combined with --against" in capsys.readouterr().err
 
 
 def test_a_run_that_cannot_be_read_does_not_stop_the_others(tmp_path, capsys):
@@ -197,28 +195,6 @@ def test_a_run_that_cannot_be_read_does_not_stop_the_others(tmp_path, capsys):
     assert "has no input_lengths" in capsys.readouterr().err
 
 
-def test_watch_continues_after_a_step_that_cannot_be_read(tmp_path, capsys, monkeypatch):
-    """Steps after one that cannot be read count, and a folder may still be empty."""
-    run, polled_output = tmp_path / "run", []
-    run.mkdir()
-
-    def sleep(_):
-        polled_output.append(capsys.readouterr().out)
-        if len(polled_output) == 1:
-            write_steps(run, (1, 3))
-            (run / "train_data_step2.jsonl").write_text("{}\n")
-        if len(polled_output) == 4:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("time.sleep", sleep)
-    assert main(["diagnose", str(run), "--brief", "--watch", "1"]) == 2
-    assert "not judged: holds neither" in polled_output[0]
-    assert polled_output[1] == polled_output[3] == ""
-    assert "healthy" in polled_output[2]
-    assert "not judged: " in polled_output[2]
-    assert "train_data_step2.jsonl:1: has no" in polled_output[2]
-
-
 def test_a_cache_in_the_log_folder_is_not_a_run(tmp_path, capsys):
     run = write_steps(tmp_path / "run", (1, 2))
     arguments = ["diagnose", str(run), "--brief", "--cache", str(run / "cache")]
@@ -228,52 +204,6 @@ def test_a_cache_in_the_log_folder_is_not_a_run(tmp_path, capsys):
     assert main(["diagnose", str(run), "--brief"]) == 0
     assert main(["diagnose", str(run / "geomask-records"), "--brief"]) == 0
     assert f"{run / 'geomask-records'}: healthy" in capsys.readouterr().out
-
-
-def test_watch_prints_verdicts_that_changed(tmp_path, capsys, monkeypatch):
-    """A step counts once its file no longer changes; the verdict is printed again only if it changed."""
-    run = write_steps(tmp_path / "run", (1, 2))
-    polled_output = []
-
-    def sleep(_):
-        polled_output.append(capsys.readouterr().out)
-        if len(polled_output) == 3:
-            write_steps(run, (3,), "shifted")
-        if len(polled_output) == 6:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("time.sleep", sleep)
-    assert main(["diagnose", str(run), "--brief", "--watch", "1"]) == 3
-    assert [("healthy" in output, "broken since step 3" in output) for output in polled_output] == [
-        (False, False),
-        (True, False),
-        (False, False),
-        (False, False),
-        (False, True),
-        (False, False),
-    ]
-
-
-def test_watch_keeps_the_report_current(tmp_path, monkeypatch):
-    for module in ("plotly", "jinja2"):
-        pytest.importorskip(module, reason="the report (diagnose extra)")
-    run, page, polled_output = write_steps(tmp_path / "run", (1, 2)), tmp_path / "report.html", []
-
-    (run / "train_data_step9.jsonl").touch()  # without a sequence: no step
-
-    def sleep(_):
-        polled_output.append(page.stat().st_mtime_ns if page.exists() else 0)
-        if len(polled_output) == 3:
-            write_steps(run, (3,), "shifted")
-        if len(polled_output) == 6:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("time.sleep", sleep)
-    main(["diagnose", str(run), "--brief", "--watch", "1", "--html", str(page)])
-    first, second, third, _, fifth, last = polled_output
-    assert first == 0
-    assert 0 < second == third < fifth == last
-    assert "broken since step 3" in page.read_text(encoding="utf-8")
 
 
 def test_the_output_on_the_page_is_the_commands(tmp_path, monkeypatch, capsys):

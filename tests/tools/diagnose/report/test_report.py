@@ -20,18 +20,15 @@ pytest.importorskip("jinja2", reason="the page is a template (diagnose extra)")
 from nemo_geomask.cli import main
 from nemo_geomask.tools.diagnose.explain.verdict import diagnose
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
-from nemo_geomask.tools.diagnose.measure.run_survey import survey_run
 from nemo_geomask.tools.diagnose.measure.step_survey import survey_block
 from nemo_geomask.tools.diagnose.read.record_reader import RecordBlock
-from nemo_geomask.tools.diagnose.read.record_sources import find_runs
 from nemo_geomask.tools.diagnose.report import html_report
-from nemo_geomask.tools.diagnose.report.excerpts import worst_excerpts
 from nemo_geomask.tools.diagnose.report.figures import MAX_POINTS, diagnosis_figures, plotly_figure
-from nemo_geomask.tools.diagnose.report.html_report import ReportedRun, short_names, write_page
+from nemo_geomask.tools.diagnose.report.html_report import short_names, write_report
 from nemo_geomask.tools.diagnose.report.report_tables import diagnosis_tables
 from nemo_geomask.tools.shared.palette import CONTRASTING_COLOURS
 from tests.evidence.diagnose.planted_causes import planted_run, planted_step
-from tests.evidence.diagnose.planted_logs import RunShape, write_step
+from tests.evidence.diagnose.planted_logs import RunShape
 from tests.helpers.logs import log_rows, write_log
 
 SHAPE = RunShape(steps=6, prompts=6, samples=4)
@@ -88,12 +85,10 @@ def logged(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def page(diagnoses, logged, tmp_path_factory):
-    (run,) = find_runs([logged])
-    parts = worst_excerpts(run, diagnose(survey_run(run)), lambda ids: HOSTILE)
-    runs = [ReportedRun(HOSTILE, HOSTILE, diagnoses[0], parts), ReportedRun("other", "/other", diagnoses[1])]
-    path = tmp_path_factory.mktemp("page") / "new" / "report.html"
-    write_page(path, runs, fallbacks={HOSTILE: ("unknown", HOSTILE)}, decode=lambda ids: HOSTILE)
+def page(diagnoses, tmp_path_factory):
+    runs = [(Path(HOSTILE), diagnoses[0]), (Path("/other"), diagnoses[1])]
+    path, fallbacks = tmp_path_factory.mktemp("page") / "new" / "report.html", {HOSTILE: ("unknown", HOSTILE)}
+    write_report(path, runs, fallbacks=fallbacks, decode=lambda ids: HOSTILE, names=[HOSTILE, "other"])
     return Page(path.read_text(encoding="utf-8"))
 
 
@@ -115,7 +110,7 @@ def test_names_of_environments_are_escaped(tmp_path):
         names = np.array([HOSTILE, "\u202ereversed\n"], dtype=object)[block.sequences["group"] % 2]
         statistics.add(survey_block(replace(block, sequences={**block.sequences, "environment": names})))
     path = tmp_path / "report.html"
-    write_page(path, [ReportedRun("run", "/run", diagnose(statistics))])
+    write_report(path, [(Path("/run"), diagnose(statistics))])
     page = Page(path.read_text(encoding="utf-8"))
     assert "By environment" in page.text
     assert HOSTILE in page.text
@@ -135,7 +130,7 @@ def test_a_place_is_marked_as_such_with_its_likeliest_causes(tmp_path):
         statistics.add(survey_block(replace(block, sequences={**block.sequences, "environment": environment})))
     diagnosis = diagnose(statistics)
     assert diagnosis.cause.is_place
-    write_page(tmp_path / "x.html", [ReportedRun("a", "a", diagnosis)])
+    write_report(tmp_path / "x.html", [(Path("a"), diagnosis)])
     text = Page((tmp_path / "x.html").read_text(encoding="utf-8")).text
     assert "A place, not a cause. The likeliest causes:" in text
     assert all(likely in text for likely in diagnosis.cause.likely)
@@ -206,38 +201,8 @@ def test_plots_hold_the_numbers_of_the_records(diagnoses):
     steps = diagnoses[1].evidence.statistics.steps
     assert curve.y == pytest.approx([steps[step].mean("k3") for step in sorted(steps)], rel=1e-12)
     assert all(low <= y <= high for low, y, high in zip(curve.low, curve.y, curve.high, strict=True))
-    removed = figures["masks removed, of |Δ|"].curves
-    assert [curve.name for curve in removed] == [HOSTILE]
-    share = diagnoses[0].evidence.statistics.steps[1].removed_share(HOSTILE, "capped_abs")
-    assert removed[0].y[0] == pytest.approx(share)
     for figure in figures.values():
         json.dumps(plotly_figure(figure, ["a", "b"]), allow_nan=False)
-
-
-def test_an_excerpt_shows_the_worst_token_and_what_is_around_it(logged):
-    (run,) = find_runs([logged])
-    statistics = survey_run(run)
-    diagnosis = worst_excerpts(run, diagnose(statistics), lambda ids: "\u202e\n" if ids[0] % 2 else "a\x1b")
-    assert len(diagnosis) == len(statistics.worst_sequences)
-    _, step, row, *_ = statistics.worst_sequences[0]
-    assert diagnosis[0].title == f"step {step}, row {row}"
-    length = int(planted_step(0, step, None, 0.0, shape=SHAPE).sequences["length"][row])
-    assert len(diagnosis[0].tokens) + sum(diagnosis[0].omitted) == length
-    assert {text for text, _, _ in diagnosis[0].tokens} <= {"\\u202e\n", "a\\x1b"}
-    grades = {grade for _, grade, _ in diagnosis[0].tokens}
-    assert "d4" in grades
-    assert grades <= {"", "d0", "d1", "d2", "d3", "d4"}
-    assert "id " in diagnosis[0].tokens[0][2]
-
-
-def test_an_excerpt_falls_back_to_the_current_policys_log_probs(tmp_path):
-    block = planted_step(0, 1, "shifted", 0.5, shape=SHAPE)
-    others = {name: value for name, value in block.tokens.items() if name != "prev"}
-    write_step(tmp_path, replace(block, tokens={**others, "curr": block.tokens["prev"]}))
-    (run,) = find_runs([tmp_path])
-    diagnosis = worst_excerpts(run, diagnose(survey_run(run)))
-    assert {grade for _, grade, _ in diagnosis[0].tokens} >= {"d0", "d4"}
-    assert any(", curr -" in known for _, _, known in diagnosis[0].tokens)
 
 
 def test_a_run_is_named_by_what_differs_in_its_path(tmp_path):
@@ -268,7 +233,7 @@ def test_a_run_without_a_mismatch_has_a_page(log_probs, tmp_path):
         block.tokens["prev"][:] = block.tokens["gen"] if log_probs == "the same" else 0.0
         statistics.add(survey_block(block))
     diagnosis = diagnose(statistics)
-    write_page(tmp_path / "x.html", [ReportedRun("a", "a", diagnosis)])
+    write_report(tmp_path / "x.html", [(Path("a"), diagnosis)])
     text = Page((tmp_path / "x.html").read_text(encoding="utf-8")).text
     assert ("not judged" in text) == (log_probs == "none")
 

@@ -1,0 +1,61 @@
+"""Tables and sentences of the outcome of a sweep, from its JSON."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from nemo_geomask.tools.diagnose.report.json_formats import CandidateJson, SweepJson
+from nemo_geomask.tools.diagnose.report.report_tables import Table
+from nemo_geomask.tools.shared.terminal_text import escape_line
+
+MEASURES = ("removed", "pull", "bias", "variance", "ess", "advantage")
+"""Keys of a candidate's measures, in the order of the columns."""
+
+
+def sweep_table(sweep: SweepJson) -> Table:
+    """Return the table of the candidates."""
+    candidates: list[Any] = list(sweep["candidates"])
+
+    def mark(candidate: CandidateJson) -> str:
+        return "→" if candidate["name"] == sweep["recommended"] else "*" if candidate["on_front"] else ""
+
+    rows: list[tuple[Any, ...]] = [
+        (
+            *(candidate["name"], mark(candidate)),
+            *(candidate[measure]["value"] for measure in MEASURES),
+            *(", ".join(map(str, candidate["skipped"])), candidate["source"]),
+        )
+        for candidate in candidates
+    ]
+    columns = ("candidate", "", *MEASURES, "steps skipped", "source")
+    return Table("candidates", _title(sweep), columns, rows, sweep["definitions"])
+
+
+def explain_harm(sweep: SweepJson) -> str:
+    """Return what the records tell of the bias that persists."""
+    wrong, explained = sweep["wrong_tokens"], sweep["advantage_explained"]
+    if wrong is None or explained is None or math.isnan(wrong):
+        return "The records do not tell whether the bias persists: they hold no advantages, or no trained token."
+    text = (
+        f"A response has {wrong:.2g} tokens that the training engine would not have sampled, and the recorded context "
+        f"predicts {explained:.0%} of the mean square of the advantage"
+    )
+    if sweep["decided_by"] == "pull":
+        return f"{text}: without correction, training is drawn to the sampler's errors or away from them (pull)."
+    return f"{text}: no part of the bias is known to persist, so that the whole bias decides."
+
+
+def _title(sweep: SweepJson) -> str:
+    """Return the title of the table of candidates: its steps, what was left out, and over which tokens it is."""
+    title = f"Steps {', '.join(map(str, sweep['steps']))}"
+    if sweep["left_out"]:
+        title += f"; {sum(sweep['left_out'].values())} sequences left out"
+    if sweep["damaged_files"]:
+        first, *_ = sweep["damaged_files"].values()
+        title += f"; {len(sweep['damaged_files'])} files left out as damaged, the first: {escape_line(first)}"
+    with_gradient, trained = sweep["tokens"]["with_gradient"], sweep["tokens"]["trained"]
+    tokens = f"{trained:,} trained tokens"
+    if with_gradient < trained:
+        tokens = f"{with_gradient:,} of {tokens}, without those whose advantage is 0 and which have no gradient"
+    return f"{title}; *: no other has less {sweep['decided_by']} and less variance, →: recommended; over {tokens}"
