@@ -22,5 +22,11 @@ CURR_LOGPROBS_UNFILTERED = "curr_logprobs_unfiltered"
 CURR_LOGPROBS_KEEP_MASK = "curr_logprobs_keep_mask"
 """[B, T − 1]: nonzero at the tokens that the training engine's own top-k and top-p keep (NeMo-RL PR 3551)."""
 
+TOKEN_WEIGHT_VERSIONS = "token_weight_versions"
+"""[B, T]: number of updates behind the policy that sampled each token. NeMo-RL's batches don't have it."""
+
+TRAINING_WEIGHT_VERSION = "training_weight_version"
+"""[B]: number of updates behind the policy that trains. NeMo-RL's batches don't have it."""
+
 TOKEN_MASK = "token_mask"
 """[B, T]: nonzero at the tokens that are trained."""

@@ -112,22 +112,10 @@ def _on_under_gen(key: str) -> Condition:
     return lambda s: s.ratio_anchor == "gen" and bool(getattr(s, key))
 
 
-def _shapes_weight_under_gen(key: str) -> Condition:
-    """Return a condition: ``key`` changes the weight, which ``ratio_anchor: gen`` sets to 1."""
+def _shapes_weight_while(key: str, applies: Condition) -> Condition:
+    """Return a condition: ``key`` changes the weight, which other settings leave out or set to 1."""
     shapes_weight = _shapes_weight(key)
-    return lambda s: s.ratio_anchor == "gen" and shapes_weight(s)
-
-
-def _shapes_unused_weight(key: str) -> Condition:
-    """Return a condition: ``key`` changes the weight, but the weight is not applied."""
-    shapes_weight = _shapes_weight(key)
-    return lambda s: not s.use_importance_sampling_correction and shapes_weight(s)
-
-
-def _shapes_weight_of_masks_only(key: str) -> Condition:
-    """Return a condition: ``key`` changes the weight, which ``is_correction_level: masks_only`` sets to 1."""
-    shapes_weight = _shapes_weight(key)
-    return lambda s: s.is_correction_level == "masks_only" and shapes_weight(s)
+    return lambda s: applies(s) and shapes_weight(s)
 
 
 def _bounds_without_type(*, low: bool, high: bool) -> Condition:
@@ -279,7 +267,7 @@ _ANCHOR = (
     *(
         ConflictRule(
             (key, "ratio_anchor"),
-            _shapes_weight_under_gen(key),
+            _shapes_weight_while(key, lambda s: s.ratio_anchor == "gen"),
             f"{key}: {{{key}}} shapes the weight against the mismatch, but under ratio_anchor: gen the ratio itself "
             f"contains the mismatch and the weight is 1; remove {key}, or set ratio_anchor: prev",
         )
@@ -363,21 +351,21 @@ _SWITCH = "use_importance_sampling_correction"
 _CORRECTION = (
     ConflictRule(
         (_TYPE, _SWITCH),
-        _shapes_unused_weight(_TYPE),
+        _shapes_weight_while(_TYPE, lambda s: not s.use_importance_sampling_correction),
         f"{_TYPE}: {{{_TYPE}}} truncates a weight that is not applied while {_SWITCH} is false; set it to true, or the "
         "type to null",
         depends_on=("ratio_anchor",),
     ),
     ConflictRule(
         ("is_correction_batch_normalize", _SWITCH),
-        _shapes_unused_weight("is_correction_batch_normalize"),
+        _shapes_weight_while("is_correction_batch_normalize", lambda s: not s.use_importance_sampling_correction),
         f"is_correction_batch_normalize: true has no effect while {_SWITCH} is false; set that to true, or this to "
         "false",
         depends_on=("ratio_anchor",),
     ),
     ConflictRule(
         ("is_correction_level", _SWITCH),
-        _shapes_unused_weight("is_correction_level"),
+        _shapes_weight_while("is_correction_level", lambda s: not s.use_importance_sampling_correction),
         f"is_correction_level: {{is_correction_level}} has no effect while {_SWITCH} is false; set it to true, or "
         "remove the level",
         depends_on=("ratio_anchor",),
@@ -407,7 +395,7 @@ _MASKS_ONLY = (
     *(
         ConflictRule(
             ("is_correction_level", key),
-            _shapes_weight_of_masks_only(key),
+            _shapes_weight_while(key, lambda s: s.is_correction_level == "masks_only"),
             f"is_correction_level: masks_only has a weight of 1, which {key} would change; remove one of them",
         )
         for key in (_TYPE, "is_correction_batch_normalize")

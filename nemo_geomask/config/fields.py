@@ -244,6 +244,15 @@ class LossFields(StrictModel):
         formula="original: N counts all trained tokens; kept: N counts those kept",
         source="mlcommons/training issue 905",
     )
+    max_token_lag: int | None = _field(
+        None,
+        "τ, in updates: tokens sampled more than τ updates ago are left out of everything, the denominators included, "
+        "by the pre-step pass. It reads `token_weight_versions` [B, T] and `training_weight_version` [B], which a "
+        "training loop of your own adds to the batch.",
+        formula="train on t if v − v_t ≤ τ",
+        source="xtuner PR 2003; slime and miles `--mask-offpolicy-in-partial-rollout`",
+        ge=0,
+    )
     batch_veto: BatchVeto | None = _field(
         None,
         "`{estimator, max, max_in_a_row}`: skip the update of a batch whose mismatch KL exceeds `max`: no gradient, no "

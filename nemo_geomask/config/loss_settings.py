@@ -18,6 +18,7 @@ PRESTEP_REASONS: Mapping[str, str] = {
     "is_correction_batch_normalize": "the weight's mean",
     "batch_veto": "batch_veto",
     "denominator": "denominator: kept",
+    "max_token_lag": "max_token_lag",
 }
 """Settings that can need a pass over the whole batch before its first optimiser step, with their names in messages."""
 
@@ -142,6 +143,7 @@ class LossSettings(LossFields):
             "is_correction_batch_normalize": self.is_correction_batch_normalize,
             "batch_veto": self.batch_veto is not None,
             "denominator": self.denominator == "kept",
+            "max_token_lag": self.max_token_lag is not None,
         }
         return {key: reason for key, reason in PRESTEP_REASONS.items() if in_force[key]}
 

@@ -43,7 +43,6 @@ __all__ = [
     "kl_estimate",
     "kl_penalty",
     "log_bound",
-    "out_of_bounds",
     "position_weights",
     "quadratic",
     "saturating_exp",

@@ -28,7 +28,6 @@ __all__ = [
     "interpolated_logprobs",
     "k3",
     "log_bound",
-    "out_of_bounds",
     "saturating_exp",
     "token_statistic",
 ]
@@ -71,24 +70,6 @@ def log_bound(bound: float | None, *, default: float) -> float:
     if bound is None:
         return default
     return math.log(bound) if bound > 0 else -math.inf
-
-
-def out_of_bounds(value: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Return where a statistic lies below and where it lies above ``[low, high]``; both ends belong to the interval.
-
-    Compare the log-ratio with the logarithms of the bounds, not the ratio with the bounds: exponentials overflow for
-    long sequences, and are too coarse for bounds such as ``1 + 3e-4``.
-
-    Args:
-        value: any shape, float32 or float64.
-        low: lower bound in the units of ``value``, rounded to its dtype; may be -inf.
-        high: upper bound, likewise; may be +inf.
-
-    Returns: ``(below, above)``, bool, same shape.
-    Raises: ShapeError: half precision or integers.
-    """
-    check_layout(value=value)
-    return value < low, value > high
 
 
 def k3(log_ratio: Tensor) -> Tensor:
@@ -274,5 +255,5 @@ def filter_weight(log_ratio: Tensor, *, min: float | None, max: float | None) ->
 def _weight_out_of_bounds(log_ratio: Tensor, min: float | None, max: float | None) -> Tensor:
     if min is not None and max is not None and min > max:
         raise ArgumentError(f"min ({min}) exceeds max ({max}), so that no weight is within the bounds; swap them")
-    # Half the time of two comparisons on a CPU.
+    # In log space: exponentials overflow for long sequences, and are too coarse for bounds such as 1 + 3e-4.
     return log_ratio.clamp(log_bound(min, default=-math.inf), log_bound(max, default=math.inf)) != log_ratio

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig, MaskRule
-from nemo_geomask.data_keys import PREV_LOGPROBS
-from nemo_geomask.errors import MissingDataError
+from nemo_geomask.data_keys import PREV_LOGPROBS, TOKEN_MASK, TOKEN_WEIGHT_VERSIONS, TRAINING_WEIGHT_VERSION
+from nemo_geomask.errors import MissingDataError, ShapeError
 from nemo_geomask.losses.batch import TokenBatch, read, report_invalid, take_padded
 from nemo_geomask.losses.correction import MismatchStatistics, request_mismatch
 from nemo_geomask.losses.rejection import PooledRule, find_removed, request_rules, rule_values
@@ -109,3 +109,40 @@ def removed_tokens(config: LossConfig, data: Mapping[str, Any], curr: Tensor | N
         flags = below | above if pooled_rule.rule.is_per_token else batch.tokens.segments.spread(below | above)
         removed[pooled_rule.rule.label] = torch.nn.functional.pad(flags & batch.stats.is_trained, (1, 0))
     return removed
+
+
+def masks_without_stale(config: LossConfig, data: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the masks without tokens sampled more than ``max_token_lag`` updates ago; empty without the setting.
+
+    Args:
+        config: settings in force.
+        data: NeMo-RL's training batch [B, T] with two more tensors: ``token_weight_versions`` [B, T], number of updates
+            behind the policy that sampled each token, and ``training_weight_version`` [B], of the policy that trains.
+
+    Raises: MissingDataError: one of the two is missing. ShapeError: one has another shape.
+    """
+    if config.max_token_lag is None:
+        return {}
+    shapes = {TOKEN_WEIGHT_VERSIONS: data[TOKEN_MASK].shape, TRAINING_WEIGHT_VERSION: data["sample_mask"].shape}
+    for key, shape in shapes.items():
+        if key not in data:
+            raise MissingDataError(
+                f"data['{key}'] is missing; loss_fn.max_token_lag reads it as a tensor {list(shape)}. NeMo-RL has no "
+                "such key: add it in a training loop of your own, or remove the setting"
+            )
+        if data[key].shape != shape:
+            raise ShapeError(f"data['{key}'] must be {list(shape)}, but it is {list(data[key].shape)}")
+    lag = data[TRAINING_WEIGHT_VERSION].unsqueeze(-1) - data[TOKEN_WEIGHT_VERSIONS]
+    is_stale = (lag > config.max_token_lag)[:, 1:]
+    is_trained = (data[TOKEN_MASK][:, 1:] * data["sample_mask"].unsqueeze(-1)) > 0
+    return masks_without(data, is_trained & is_stale, is_trained & ~is_stale)
+
+
+def masks_without(data: Mapping[str, Any], removed: Tensor, kept: Tensor) -> dict[str, Tensor]:
+    """Return the batch's masks without the removed tokens; ``removed`` and ``kept`` are [B, T-1]."""
+    token_mask, sample_mask = data[TOKEN_MASK].clone(), data["sample_mask"].clone()
+    # A sequence that loses its last trained token leaves the sample mask, so that it no longer counts as valid.
+    is_emptied = removed.any(dim=1) & ~kept.any(dim=1)
+    token_mask[:, 1:].masked_fill_(removed.to(token_mask.device), 0)
+    sample_mask.masked_fill_(is_emptied.to(sample_mask.device), 0)
+    return {TOKEN_MASK: token_mask, "sample_mask": sample_mask}

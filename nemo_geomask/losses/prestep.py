@@ -1,4 +1,4 @@
-"""Pre-step pass over the whole batch: ``batch_veto``, ``denominator: kept``, mask budgets and the weight's mean.
+"""Pre-step pass over the whole batch: ``batch_veto``, ``denominator: kept``, budgets, the weight's mean, stale tokens.
 
 A mask has a budget if ``drop_at_most`` or ``until_mean`` takes the place of its bounds.
 """
@@ -21,12 +21,14 @@ from nemo_geomask.config.loss_settings import WEIGHT_MEAN
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, TOKEN_MASK
 from nemo_geomask.errors import BatchVetoError, ConfigError, DataError
 from nemo_geomask.losses.batch import TokenBatch
-from nemo_geomask.losses.batch_masks import budget_bounds, pool_batch
+from nemo_geomask.losses.batch_masks import budget_bounds, masks_without, masks_without_stale, pool_batch
 from nemo_geomask.losses.correction import correct
 from nemo_geomask.losses.policy_loss import BATCH_SCALAR_PREFIX, PREPARED_KEY, PolicyLoss, raise_if_nonfinite
 from nemo_geomask.losses.rejection import reject
 from nemo_geomask.losses.sequence_stats import SequenceStats
 from nemo_geomask.metrics import Reduction
+
+_STALE: tuple[str, Reduction] = ("geomask/stale_tokens", "tokens")
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Decision:
         changes: tensors to replace in the batch or to add to it.
         metrics: ``geomask/batch_kl`` and ``geomask/batch_vetoed`` under ``batch_veto``; ``geomask/batch_emptied`` under
             ``denominator: kept`` or with budgets; ``geomask/mask/…`` of the masks applied under ``denominator: kept``;
-            ``geomask/batch_weight_mean`` under ``is_correction_batch_normalize``.
+            ``geomask/batch_weight_mean`` under ``is_correction_batch_normalize``; ``geomask/stale_tokens`` under
+            ``max_token_lag``.
     """
 
     train: bool
@@ -60,6 +63,9 @@ class PrestepPass:
     the sample mask to 0 at the sequences of which they keep no token. The trainer counts valid tokens and sequences
     afterwards, so it counts only what is kept. Every mask judges the batch as it was before the pass. Advantages don't
     change: the group baseline still includes the rejected samples. If nothing is kept, no step is taken.
+
+    ``max_token_lag``: before anything else, the pass sets the token mask to 0 at tokens that were sampled too many
+    updates ago, so that no count includes them either.
 
     A mask's ``drop_at_most`` or ``until_mean``: the pass computes the mask's bound from the trained tokens (at sequence
     levels, the sequences) of the whole batch, all with equal weight. It adds the bound to the batch, and the loss
@@ -121,7 +127,8 @@ class PrestepPass:
         return OpenBatch(self, self._config, {})
 
     def _open_whole_batch(self, data: Mapping[str, Any]) -> OpenBatch:
-        return OpenBatch(self, self._config, budget_bounds(self._config, data))
+        current = {**data, **masks_without_stale(self._config, data)}
+        return OpenBatch(self, self._config, budget_bounds(self._config, current))
 
     def _allows_step(self, kl: float, veto: BatchVeto) -> bool:
         """Return True if the batch's mismatch KL is within the veto's bound, and count vetoes.
@@ -169,7 +176,9 @@ class OpenBatch:
         generation log-probs that can only come from a bug.
         NonFiniteError: a trained token has a non-finite value, under ``nonfinite: raise``.
         """
-        config = self._config
+        config, whole = self._config, data
+        stale_changes = masks_without_stale(config, data)
+        data = {**data, **stale_changes}
         batch = pool_batch(config.rules_before_step, config, data)
         stats = batch.stats
         # A count is computed when it is read, and those of non-finite values matter under `raise` alone.
@@ -180,15 +189,18 @@ class OpenBatch:
         }
         raise_if_nonfinite(counts)
         _refuse_impossible_logprobs(batch.tokens, stats)
-        seqs, toks = valid_counts([data])
+        seqs, toks = valid_counts([whole])
         self._seqs, self._toks = self._seqs + seqs, self._toks + toks
+        if stale_changes:
+            removed = float(toks - valid_counts([data])[1])
+            self._removed[_STALE] = self._removed.get(_STALE, 0.0) + removed
         self._finite_weight += float(stats.weight.double().sum())
         veto = config.batch_veto
         if veto is not None:
             kl = F.kl_estimate(-batch.tokens.mismatch.double(), veto.estimator)
             self._kl_sum += float((kl * stats.weight).sum())
 
-        changes: dict[str, Tensor] = {}
+        changes: dict[str, Tensor] = {**stale_changes}
         # The last metric, geomask/kept_tokens, is left to the loss.
         kept, (*mask_metrics, _) = reject(batch.tokens, stats, batch.rules, self._budget_bounds)
         if kept is not None:
@@ -198,7 +210,7 @@ class OpenBatch:
                 removed = float((compute() * weights[reduction]).sum())
                 self._removed[name, reduction] = self._removed.get((name, reduction), 0.0) + removed
             self._kept_weight += float((stats.weight * kept).double().sum())
-            changes = _masks_without(data, stats.is_trained & ~kept, stats.is_trained & kept)
+            changes |= masks_without(data, stats.is_trained & ~kept, stats.is_trained & kept)
 
         scalars = {rule.label: self._budget_bounds[rule.label] for rule in config.rules_in_loss if rule.has_budget}
         if config.is_correction_batch_normalize:  # only for a batch that is added as a whole, see whole_batch_problems
@@ -219,15 +231,18 @@ class OpenBatch:
         reason = ""
         # A batch without trained tokens gives no evidence about the engines.
         if self._toks > 0:
+            is_all_stale = self._removed.get(_STALE, 0.0) == float(self._toks)
+            if is_all_stale:
+                reason = f"all of its tokens are more than loss_fn.max_token_lag: {self._config.max_token_lag} behind"
             if self._config.rules_before_step or self._budget_bounds:
                 masks_keep_nothing = bool(self._config.rules_before_step) and self._kept_weight == 0
                 # A budget that keeps nothing has the bound -1.
                 is_emptied = masks_keep_nothing or any(bound < 0 for bound in self._budget_bounds.values())
                 metrics["geomask/batch_emptied"] = float(is_emptied)
-                reason = "loss_fn.masks keep nothing of it" if is_emptied else ""
+                reason = "loss_fn.masks keep nothing of it" if is_emptied and not is_all_stale else reason
             veto = self._config.batch_veto
-            if veto is not None:
-                is_mostly_finite = self._finite_weight >= float(self._toks) / 2
+            if veto is not None and not is_all_stale:
+                is_mostly_finite = self._finite_weight >= (float(self._toks) - self._removed.get(_STALE, 0.0)) / 2
                 kl = self._kl_sum / self._finite_weight if is_mostly_finite else math.inf
                 is_vetoed = not self._prestep_pass._allows_step(kl, veto)
                 metrics |= {"geomask/batch_kl": kl, "geomask/batch_vetoed": float(is_vetoed)}
@@ -249,16 +264,6 @@ def _weight_mean(config: LossConfig, data: Mapping[str, Any]) -> float:
     mean = float((weight * counted).sum() / counted.sum().clamp(min=1e-300))
     # As in verl, weights close to 0 are not normalised, since a division by their mean would amplify noise.
     return mean if mean > 1e-8 else 1.0
-
-
-def _masks_without(data: Mapping[str, Any], removed: Tensor, kept: Tensor) -> dict[str, Tensor]:
-    """Return the batch's masks without the removed tokens; ``removed`` and ``kept`` are [B, T-1]."""
-    token_mask, sample_mask = data[TOKEN_MASK].clone(), data["sample_mask"].clone()
-    # A sequence that loses its last trained token leaves the sample mask, so that it no longer counts as valid.
-    is_emptied = removed.any(dim=1) & ~kept.any(dim=1)
-    token_mask[:, 1:].masked_fill_(removed.to(token_mask.device), 0)
-    sample_mask.masked_fill_(is_emptied.to(sample_mask.device), 0)
-    return {TOKEN_MASK: token_mask, "sample_mask": sample_mask}
 
 
 def _refuse_impossible_logprobs(batch: TokenBatch, stats: SequenceStats) -> None:

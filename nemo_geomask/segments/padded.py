@@ -155,15 +155,6 @@ class Segments(ABC):
         """Return the sum of a token tensor over each sequence: [S], differentiable."""
         return self.pool({"": values}).sums[""]
 
-    def mean(self, values: Tensor, weight: Tensor) -> Tensor:
-        """Return the weighted mean of a token tensor over each sequence: [S], differentiable; 0 without weight."""
-        total, weights = self.pool({"total": values * weight, "weights": weight}).sums.values()
-        return total / torch.where(weights == 0, 1.0, weights)
-
-    def max(self, values: Tensor) -> Tensor:
-        """Return the maximum of a token tensor over each sequence: [S], without gradient; -inf without tokens."""
-        return self.pool({}, highest={"": values}).highest[""]
-
     def prefix_sums(self, sums: TensorMap) -> dict[str, Tensor]:
         """Return float64 sums of token tensors over each token's prefix on all ranks, by a collective of their own."""
         prefix = self.prefix(sums)

@@ -107,7 +107,6 @@ TENSORS = {
     "k3": (("log_ratio",), {}),
     "kl_estimate": (("x", "ratio"), {"estimator": "k4"}),
     "kl_penalty": (("curr", "ref", "prev", "gen"), KL),
-    "out_of_bounds": (("value",), {"low": 0.0, "high": 1.0}),
     "position_weights": (("position", "length"), {"min_weight": 0.5}),
     "quadratic": (("log_ratio", "curr", "advantages"), {"beta": 1.0}),
     "saturating_exp": (("log_ratio",), {}),

@@ -35,9 +35,8 @@ def test_a_bound_of_0_or_less_is_no_lower_bound():
 
 
 def test_both_ends_belong_to_the_interval():
-    below, above = F.out_of_bounds(doubles(-1.0, -0.5, 0.0, 2.0, 2.5), -0.5, 2.0)
-    assert below.tolist() == [True, False, False, False, False]
-    assert above.tolist() == [False, False, False, False, True]
+    outside = F.filter_weight(doubles(-1.0, math.log(0.5), 0.0, math.log(2.0), 2.5), min=0.5, max=2.0).outside
+    assert outside.tolist() == [True, False, False, False, True]
 
 
 @pytest.mark.parametrize("statistic", ["ratio", "k2", "k3"])
