@@ -31,13 +31,20 @@ _SETUP_LINES = (
 )
 
 
-def launch(script: str, arguments: Sequence[str], *, accept: Sequence[str] = ()) -> None:
+def launch(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    accept: Sequence[str] = (),
+    before_start: Callable[[], None] = lambda: None,
+) -> None:
     """Run a NeMo-RL script as ``python script arguments...`` would, with the loss that its recipe names.
 
     Args:
         script: path of the script.
         arguments: its arguments.
         accept: dotted names of NeMo-RL APIs that may differ from the tested versions.
+        before_start: called once everything is checked, before the script starts.
 
     Raises:
         ConfigError: the script does not exist or does not import NeMo-RL's ``setup``, an API in ``accept`` does not
@@ -57,6 +64,7 @@ def launch(script: str, arguments: Sequence[str], *, accept: Sequence[str] = ())
     host_api.require_every_run()
     _check_recipe(arguments)
     sys.argv = [script, *arguments]
+    before_start()
     run_script(script)
 
 

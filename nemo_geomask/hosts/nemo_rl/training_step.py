@@ -86,6 +86,12 @@ def state_of(policy: Any, loss: Any) -> PolicyState | None:
     return state
 
 
+def stop_recording(policy: Any) -> None:
+    """Record no further step of a policy."""
+    if (state := _states.get(policy)) is not None:
+        state.recorder = None
+
+
 def _policy_loss(loss: Any) -> Any:
     return getattr(loss, "loss", loss)
 
@@ -161,7 +167,9 @@ def open_step_of(policy: Any, *, close: bool = False) -> OpenStep | None:
 
 def read_batch(policy: Any, meta: Any, loss: Any) -> dict[str, Any]:
     """Read from the data plane what the pre-step pass, the loss and the record need of a batch."""
-    fields = [GENERATION_LOGPROBS, "advantages", TOKEN_MASK, "sample_mask", *data_plane_fields(loss, meta)]
+    fields = [GENERATION_LOGPROBS, "advantages", TOKEN_MASK, "sample_mask"]
+    if (state := state_of(policy, loss)) is not None and state.recorder is not None:
+        fields += data_plane_fields(loss, meta)
     if loss.config.needs_prev or loss.config.audit_fraction:
         fields.append(PREV_LOGPROBS)
     if loss.reference_policy_kl_penalty:

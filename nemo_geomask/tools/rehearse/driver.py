@@ -50,11 +50,11 @@ def main(script: str) -> int:
         patch.apply_all(patches(events, controller="single_controller" in script, first_seed=settings["first_seed"]))
         if settings["job"] is not None:
             patch.apply_all(in_place_of_training(*settings["job"]))
-        _register_environment(settings["environment"])
+        register_environment(settings["environment"])
         if settings["teacher"] and settings["environment"] is not None:
             _name_agents()
         if not settings["gpus"]:
-            _start_ray_without_gpus(settings["gpu_count"], settings["ray"])
+            start_ray_without_gpus(settings["gpu_count"], settings["ray"])
         events("end", stage="start")
         launch(script, sys.argv[1:])
     except BaseException as error:
@@ -66,7 +66,8 @@ def main(script: str) -> int:
     return 0
 
 
-def _register_environment(name: str | None) -> None:
+def register_environment(name: str | None) -> None:
+    """Register the rehearsal's environment with NeMo-RL under a name; None: the recipe has its own."""
     registry = importlib.import_module("nemo_rl.distributed.ray_actor_environment_registry")
     executables = importlib.import_module("nemo_rl.distributed.virtual_cluster").PY_EXECUTABLES
     if name is not None:
@@ -81,7 +82,7 @@ def _name_agents() -> None:
     patch.attribute(grpo, "rl_collate_fn", lambda original: collate).apply()
 
 
-def _start_ray_without_gpus(gpu_count: int, folder: str) -> None:
+def start_ray_without_gpus(gpu_count: int, folder: str) -> None:
     """Start a private Ray that claims to have GPUs, with all processes in this interpreter's environment."""
     ray = importlib.import_module("ray")
     cluster = importlib.import_module("nemo_rl.distributed.virtual_cluster")

@@ -34,20 +34,27 @@ _SYNCHRONIZERS = (
 """Classes whose ``sync_weights`` is a refit; v0.6.0 has none, and refits by ``refit_policy_generation`` alone."""
 
 
-def patches(events: Events, *, controller: bool = False, first_seed: int | None = None) -> Iterator[patch.Patch]:
+def patches(
+    events: Events,
+    *,
+    controller: bool = False,
+    first_seed: int | None = None,
+    after_step: Callable[[], None] = lambda: None,
+) -> Iterator[patch.Patch]:
     """Yield patches that log what NeMo-RL does in this process; each calls the original.
 
     Args:
         controller: True if NeMo-RL's single controller, a process of its own, runs the loop; it is patched too.
         first_seed: seed of the samplers' generators at the first batch, one more at each batch, so that a resumed run
             draws the same samples; None: the generators are not seeded.
+        after_step: called when a step's metrics have been logged.
     """
     timer = importlib.import_module("nemo_rl.utils.timer").Timer
     logger = importlib.import_module("nemo_rl.utils.logger").Logger
     yield patch.attribute(timer, "start", functools.partial(_log_timer, events, "begin"))
     yield patch.attribute(timer, "stop", functools.partial(_log_timer, events, "end"))
     yield patch.attribute(PrestepPass, "__call__", functools.partial(_log_stage, events, "veto", None))
-    yield patch.attribute(logger, "log_metrics", functools.partial(_log_metrics, events))
+    yield patch.attribute(logger, "log_metrics", functools.partial(_log_metrics, events, after_step))
     yield patch.attribute(Recorder, "record", _track_recorder)
     for module, name, on_success in (
         ("nemo_rl.models.policy.lm_policy", "Policy", functools.partial(_count_losses, events)),
@@ -100,25 +107,30 @@ def _compare_weights(events: Events) -> None:
     engines = 0
     compared: set[str] = set()
     differences: dict[str, worker_counts.Difference] = {}
+    quantised: dict[str, str] = {}
     for processes in filter(None, _call_workers(_samplers, worker_counts.engine_sums)):
-        if len(processes) != 1:
-            events("weights", error=f"an engine of {len(processes)} processes has shards of the weights", refits=refits)
-            return
         engines += 1
-        dtypes = {dtype for sums in processes[0].values() for dtype in sums}
-        if unknown := sorted(dtypes - set(worker_counts.ENGINE_DTYPES)):
-            events("weights", error=f"the engine keeps weights in {', '.join(unknown)}", refits=refits)
-            return
-        for difference in worker_counts.compare(sent["sums"], processes[0]):
+        engine = worker_counts.merge_processes(processes)
+        quantised |= {
+            group: dtype for group in engine for dtype in engine[group] if dtype not in worker_counts.ENGINE_DTYPES
+        }
+        comparable, held = (
+            {group: sums for group, sums in side.items() if group not in quantised} for side in (sent["sums"], engine)
+        )
+        for difference in worker_counts.compare(comparable, held):
             differences.setdefault(difference.group, difference)
-        compared |= sent["sums"].keys() & processes[0].keys()
+        compared |= comparable.keys() & held.keys()
     if engines and not compared:
-        events("weights", error="trainer and engine have no weight of the same name", refits=refits)
+        dtypes = ", ".join(sorted(set(quantised.values())))
+        error = (
+            f"the engine keeps weights in {dtypes}" if dtypes else "trainer and engine have no weight of the same name"
+        )
+        events("weights", error=error, refits=refits, quantised=quantised)
         return
     listed = [vars(difference) for difference in differences.values()]
     # In float32, in which a refit that rounds to another dtype shows.
     total = sum(by_dtype["float32"][1] for by_dtype in sent["sums"].values())
-    counts = {"refits": refits, "engines": engines, "groups": len(compared)}
+    counts = {"refits": refits, "engines": engines, "groups": len(compared), "quantised": quantised}
     events("weights", **counts, differences=listed, sent=f"{total:.12g}")
 
 
@@ -128,6 +140,16 @@ def _call_workers(groups: Any, function: Callable[[Any], Any]) -> list[Any]:
     calls = [worker.__ray_call__.remote(function) for worker in workers]
     answers: list[Any] = importlib.import_module("ray").get(calls, timeout=_RAY_TIMEOUT)
     return answers
+
+
+def stop_workers() -> None:
+    """Undo what was changed in the training workers."""
+    _call_workers(_policies, worker_counts.stop_counting)
+
+
+def policies() -> list[Any]:
+    """Return the policies of this process whose workers are observed."""
+    return list(_policies)
 
 
 def _seed_sampler(seeds: Iterator[int], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,7 +236,7 @@ def _track_recorder(original: Callable[..., Any]) -> Callable[..., Any]:
     return record
 
 
-def _log_metrics(events: Events, original: Callable[..., Any]) -> Callable[..., Any]:
+def _log_metrics(events: Events, after_step: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(self: Any, metrics: Any, step: int, prefix: str = "", **kwargs: Any) -> Any:
         events("begin", stage="metrics", label=prefix)
@@ -226,6 +248,8 @@ def _log_metrics(events: Events, original: Callable[..., Any]) -> Callable[..., 
                 recorder.flush()
             events("worker_counts", step=int(step), workers=_call_workers(_policies, worker_counts.read_counts))
         events("end", stage="metrics", label=prefix)
+        if prefix == "train" and "loss" in metrics:
+            after_step()
         return result
 
     return call

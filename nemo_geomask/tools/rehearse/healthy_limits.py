@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ class HealthyLimits:
     # noise above which a token counts as far apart; a token that is routed to other experts may be
     far_noise: float = 0.5
     of: str = "healthy tiny models"  # what the limits were measured on
+    k3: float = math.inf  # largest mean of exp(Δ) − 1 − Δ, nats a token
 
 
 HEALTHY: Mapping[tuple[str, bool], HealthyLimits] = {

@@ -10,6 +10,7 @@ shifted) are those of ``diagnose``.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,16 +102,19 @@ class Mismatch:
         """The gap beside what is healthy."""
         if self.gap is None:
             return "no token has both log-probs"
+        of_k3 = f" (up to {self.limits.k3:.2g})" if math.isfinite(self.limits.k3) else ""
         return (
             f"noise of a typical token {self.gap.noise:.2g} ({self.limits.of}: up to {self.limits.noise:g}), "
             f"{self.gap.far:.1%} of {self.gap.tokens} tokens far apart (up to {self.limits.far:.0%}), "
-            f"k3 {self.gap.k3:.2g} nats a token"
+            f"k3 {self.gap.k3:.2g} nats a token{of_k3}"
         )
 
     @property
     def is_beyond(self) -> bool:
         """True if the gap is larger than a healthy one."""
-        return self.gap is not None and (self.gap.noise > self.limits.noise or self.gap.far > self.limits.far)
+        if self.gap is None:
+            return False
+        return any(getattr(self.gap, name) > getattr(self.limits, name) for name in ("noise", "far", "k3"))
 
     def with_fault(self, cause: str, setting: str, fix: str, details: str = "") -> Mismatch:
         """Return the verdict with a fault; the size of the gap follows its details."""

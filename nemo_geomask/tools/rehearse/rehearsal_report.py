@@ -43,23 +43,28 @@ def as_text(rehearsal: Rehearsal) -> list[str]:
             lines += [f"    {place}{finding.rule.severity} {finding.rule.id} {finding.key}: {finding.message}"]
     if rehearsal.outcome is None or rehearsal.plan is None:
         return [*lines, "", "The recipe has errors; nothing was run."]
-    lines += [_stage(stage) for stage in rehearsal.outcome.stages]
-    if rehearsal.outcome.failure is not None:
-        lines += ["", *_failure(rehearsal.outcome.failure, rehearsal.folder)]
-    for unmet in rehearsal.outcome.unmet:
-        if unmet is not rehearsal.outcome.failure:
-            lines += ["", *_sentence("also", unmet)]
-    lines += ["", *_loss_calls(rehearsal.outcome)]
-    lines += ["", *_metrics(rehearsal.outcome)]
+    lines += run_lines(rehearsal.outcome, rehearsal.folder)
     lines += _control(rehearsal)
     lines += _resumed(rehearsal)
     lines += ["", "changed for the rehearsal:"]
     lines += [f"  {line}" for line in _size(rehearsal.plan)]
     lines.append(f"  {_small_changes(rehearsal.plan)}: {rehearsal.folder / 'command.txt'}")
     lines += ["", "not rehearsed:", *(f"  {part}" for part in rehearsal.plan.unrehearsed)]
-    lines += ["", *_diagnosis(rehearsal.outcome)]
+    lines += ["", *verdict_lines(rehearsal.outcome)]
     verdict = "rehearsed" if rehearsal.ok else "failed"
     return [*lines, "", f"{verdict} in {rehearsal.seconds:.0f} s; command, log and metrics are in {rehearsal.folder}"]
+
+
+def run_lines(outcome: RunResult, folder: Path) -> Iterator[str]:
+    """Yield the lines on one run: its stages, its failure, the loss that trained and its metrics."""
+    yield from (_stage(stage) for stage in outcome.stages)
+    if outcome.failure is not None:
+        yield from ("", *_failure(outcome.failure, folder))
+    for unmet in outcome.unmet:
+        if unmet is not outcome.failure:
+            yield from ("", *_sentence("also", unmet))
+    yield from ("", *_loss_calls(outcome))
+    yield from ("", *_metrics(outcome))
 
 
 def _row(name: str, state: str, seconds: str, details: str) -> str:
@@ -123,7 +128,7 @@ def _sentence(heading: str, failure: RunFailure) -> Iterator[str]:
         yield f"  likely: {failure.setting}" + (f": {failure.fix}" if failure.fix else "")
 
 
-def _diagnosis(outcome: RunResult) -> Iterator[str]:
+def verdict_lines(outcome: RunResult) -> Iterator[str]:
     """Yield the comparison of weights after refits, and the diagnosis of the records."""
     compared = [event for event in outcome.weights if "differences" in event]
     if compared:
@@ -133,6 +138,10 @@ def _diagnosis(outcome: RunResult) -> Iterator[str]:
             f"weights: trainer and {'engine' if engines == 1 else f'{engines} engines'} agree after {equal} of "
             f"{len(compared)} refits, by the sums of {max(int(event['groups']) for event in compared)} groups"
         )
+        if quantised := compared[-1].get("quantised"):
+            dtypes = ", ".join(sorted(set(quantised.values())))
+            names = ", ".join(list(quantised)[:3]) + (f" and {len(quantised) - 3} more" if len(quantised) > 3 else "")
+            yield f"  quantised in the engine only, and not compared: {names} ({dtypes})"
     else:
         reason = next((str(event["error"]) for event in outcome.weights if "error" in event), "no refit was observed")
         yield f"weights: not compared between trainer and engine: {reason}"
@@ -155,6 +164,11 @@ def _loss_calls(outcome: RunResult) -> Iterator[str]:
     packed = [count for worker in outcome.workers for count in worker.get("packed", ())]
     if packed:
         yield f"packed rows: {sum(packed) / len(packed):.1f} sequences a row ({min(packed)} to {max(packed)})"
+    costs = [worker["cost"] for worker in outcome.workers if worker.get("cost")]
+    if costs:
+        peak = max(cost["peak"] for cost in costs)
+        memory = f", and up to {peak / 2**30:.2g} GiB" if peak else ""
+        yield f"its forward passes took {max(cost['seconds'] for cost in costs):.2g} s of a worker{memory}"
     for worker in outcome.workers:
         yield f"  process {worker['pid']} on {worker['host']}, {worker['python']}, nemo_geomask of {worker['file']}"
 

@@ -11,6 +11,7 @@ even a single outdated bfloat16 shows.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import inspect
@@ -19,7 +20,8 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +45,8 @@ _TOLERANCE = 1e-10
 """Largest difference of two sums that float64's rounding explains, relative to the sum of absolute values."""
 
 _ENGINE_TIMEOUT = 60.0  # seconds
+PART = 1 << 24
+"""Number of values that are converted at once."""
 
 # In a training worker: the sums of the last complete refit, and the number of refits.
 _sent: Sums = {}
@@ -68,10 +72,22 @@ def _sum_sent(sums: Sums, name: str, tensor: Any) -> None:
 
 def _add(sums: Sums, name: str, tensor: Any, dtypes: tuple[str, ...]) -> None:
     for dtype in dtypes:
-        values = tensor.detach().to(getattr(torch, dtype)).double()
-        total = sums.setdefault(group_of(name), {}).setdefault(dtype, [0.0, 0.0, 0.0])
-        for index, value in enumerate((float(values.sum()), float(values.abs().sum()), float(values.numel()))):
-            total[index] += value
+        _increase(sums.setdefault(group_of(name), {}).setdefault(dtype, [0.0, 0.0, 0.0]), sums_of(tensor, dtype))
+
+
+def sums_of(tensor: Any, dtype: str) -> list[float]:
+    """Return sum, sum of absolute values and number of a tensor's values in a dtype, without a whole copy of it."""
+    total = [0.0, 0.0, float(tensor.numel())]
+    for part in tensor.detach().reshape(-1).split(PART):
+        values = part.to(getattr(torch, dtype)).double()
+        total[0] += float(values.sum())
+        total[1] += float(values.abs().sum())
+    return total
+
+
+def _increase(total: list[float], values: Sequence[float]) -> None:
+    for index, value in enumerate(values):
+        total[index] += value
 
 
 def observe_sends(actor: Any = None) -> Iterator[patch.Patch]:
@@ -149,14 +165,12 @@ def local_sums(actor: Any) -> list[float] | None:
         for module in modules:
             for parameter in module.parameters():
                 shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                values = shard.detach().double()
-                total[0] += float(values.sum())
-                total[1] += float(values.abs().sum())
+                _increase(total, sums_of(shard, "float64")[:2])
     return total
 
 
 def engine_sums(actor: Any) -> Any:
-    """Return the sums of the weights in this generation worker's engine, one for each of the engine's processes.
+    """Return the sums of the parameters in this generation worker's engine, one for each of the engine's processes.
 
     Returns:
         None if the worker has no engine of its own.
@@ -164,7 +178,7 @@ def engine_sums(actor: Any) -> Any:
     engine = getattr(actor, "llm", None)
     if engine is None:
         return None
-    answer = engine.collective_rpc(_sum_parameters)
+    answer = engine.collective_rpc(sum_parameters)
     if not inspect.isawaitable(answer):
         return answer
     # Ray runs this function beside the event loop of an asynchronous engine's worker, in another thread.
@@ -181,14 +195,38 @@ def _event_loop(engine: Any) -> asyncio.AbstractEventLoop:
     raise EngineError("the asynchronous engine has no task that reads its answers")
 
 
-def _sum_parameters(worker: Any) -> Sums:
-    """Sum the parameters of the model in one process of a vLLM engine."""
+def sum_parameters(worker: Any) -> Sums:
+    """Sum the parameters of the model in one process of a vLLM engine, by the parameter's name."""
+    model = worker.model_runner.model
+    modules = dict(model.named_modules()) if hasattr(model, "named_modules") else {}
     sums: Sums = {}
-    for name, parameter in worker.model_runner.model.named_parameters():
+    for name, parameter in model.named_parameters():
         if name.endswith(_NEVER_SENT):
             continue
-        _add(sums, name, parameter, (str(parameter.dtype).removeprefix("torch."),))
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        sums[name] = {dtype: sums_of(parameter, dtype)}
+        # vLLM's QKVParallelLinear: with more processes than heads of K and V, each head is in several of them.
+        module = modules.get(name.rpartition(".")[0])
+        copies = getattr(module, "num_kv_head_replicas", 1)
+        if copies > 1 and parameter.dim():
+            heads = sums_of(parameter[module.num_heads * module.head_size :], dtype)  # type: ignore[union-attr]
+            _increase(sums[name][dtype], [value * (1 / copies - 1) for value in heads])
     return sums
+
+
+def merge_processes(processes: Sequence[Sums]) -> Sums:
+    """Return the sums by group of an engine whose processes hold shards or copies of its parameters.
+
+    A parameter with equal sums in all processes that hold it is a copy, which counts once; shards add up. A copy that
+    one process has not updated makes them differ, so that the group does.
+    """
+    merged: Sums = {}
+    for name in dict.fromkeys(name for process in processes for name in process):
+        parts = [process[name] for process in processes if name in process]
+        for part in parts[:1] if all(part == parts[0] for part in parts) else parts:
+            for dtype, values in part.items():
+                _increase(merged.setdefault(group_of(name), {}).setdefault(dtype, [0.0, 0.0, 0.0]), values)
+    return merged
 
 
 @dataclass(frozen=True)
@@ -202,8 +240,15 @@ class Difference:
 
 
 def compare(sent: Mapping[str, Any], engine: Mapping[str, Any]) -> list[Difference]:
-    """Return the groups whose sums differ; a group that one side lacks (a tied embedding) is not compared."""
+    """Return the groups whose sums differ; a weight that one side lacks (a tied embedding) is not compared.
+
+    A layer that is not sent, or that the engine does not have, differs by its whole size.
+    """
     differences = []
+    for group in (group for group in {**sent, **engine} if group.startswith("layers.")):
+        if group.count(".") == 1 and not (sent.get(group) and engine.get(group)):
+            sizes = [max((sums[1] for sums in side.get(group, {}).values()), default=0.0) for side in (sent, engine)]
+            differences.append(Difference(group, sizes[0], sizes[1], 1.0))
     for group in sent:
         if not engine.get(group):
             continue
@@ -222,28 +267,41 @@ def compare(sent: Mapping[str, Any], engine: Mapping[str, Any]) -> list[Differen
     return differences
 
 
+_applied: list[patch.Patch] = []  # in this process
 # Number of calls in this process, by the loss's repr.
 _calls: dict[str, int] = {}
+_cost = {"seconds": 0.0, "peak": 0.0}
 # Sequences of each packed row that a loss of ours got in this process.
 _packed: list[int] = []
 
 
 def count_calls(actor: Any = None) -> None:
     """Start counting refits, and calls of our losses and NeMo-RL's, in this process; a second call does nothing."""
-    patch.apply_all(_patches(actor))
+    if not _applied:
+        _applied.extend(_patches(actor))
+        patch.apply_all(_applied)
+
+
+def stop_counting(actor: Any = None) -> None:
+    """Undo what :func:`count_calls` has changed in this process."""
+    while _applied:
+        _applied.pop().undo()
+    _sent.clear()
 
 
 def read_counts(actor: Any = None) -> dict[str, Any]:
     """Return the counts of this process, and where it runs.
 
     Returns:
-        ``calls``: number by the loss's repr; ``packed``: sequences of each packed row; ``refits``: number of times that
-        it sent its weights; ``weights``: see :func:`local_sums`; ``file``: path of nemo_geomask; ``pid``, ``python``,
+        ``calls``: number by the loss's repr; ``packed``: sequences of each packed row; ``cost``: of the loss's forward
+        pass, ``seconds``, and ``peak`` bytes on a GPU beyond what was allocated; ``refits``: number of times that it
+        sent its weights; ``weights``: see :func:`local_sums`; ``file``: path of nemo_geomask; ``pid``, ``python``,
         ``host``.
     """
     return {
         "calls": dict(_calls),
         "packed": list(_packed),
+        "cost": dict(_cost),
         "refits": read_sent_sums()["refits"],
         "weights": local_sums(actor),
         "file": importlib.import_module("nemo_geomask").__file__,
@@ -276,6 +334,23 @@ def _count(original: Callable[..., Any]) -> Callable[..., Any]:
         _calls[name] = _calls.get(name, 0) + 1
         if len(args) > 2 and isinstance(args[2], PackedSegments):
             _packed.append(int(args[2].count))
-        return original(self, *args, **kwargs)
+        with _measured():
+            return original(self, *args, **kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def _measured() -> Iterator[None]:
+    """Add the time and the memory of what runs in the context to the cost of the loss."""
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if on_gpu:
+        torch.cuda.synchronize()
+        allocated = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    yield
+    if on_gpu:
+        torch.cuda.synchronize()
+        _cost["peak"] = max(_cost["peak"], torch.cuda.max_memory_allocated() - allocated)
+    _cost["seconds"] += time.perf_counter() - begin

@@ -10,6 +10,21 @@ from nemo_geomask.records.step_table import StepRows
 from nemo_geomask.records.writer import write_step
 
 PROMPT, RESPONSE = 3, 14
+OURS = "PolicyLoss(name='gspo', ratio_clip_max=0.3)"
+
+
+def proof(step, *, calls=None, refits=None, weights=None):
+    calls = {OURS: 4 * step} if calls is None and step else calls or {}
+    counts = {
+        "refits": step if refits is None else refits,
+        "weights": [float(step), 9.0] if weights is None else weights,
+    }
+    return {"kind": "worker_counts", "step": step, "workers": [{"calls": calls, **counts}]}
+
+
+def refit(number, *groups):
+    differences = [{"group": group, "sent": 1.0, "in_engine": 1.1, "size": 0.1} for group in groups]
+    return {"kind": "weights", "refits": number, "engines": 1, "groups": 5, "differences": differences}
 
 
 def write_record(

@@ -9,24 +9,9 @@ import pytest
 from nemo_geomask.tools.rehearse.gate import RunEvidence, unmet_conditions
 from nemo_geomask.tools.rehearse.healthy_limits import healthy_limits
 from nemo_geomask.tools.rehearse.mismatch_check import NONFINITE, Mismatch
-from tests.tools.rehearse.made_records import write_record
+from tests.tools.rehearse.made_records import OURS, proof, refit, write_record
 
-OURS = "PolicyLoss(name='gspo', ratio_clip_max=0.3)"
 LIMITS = healthy_limits("bfloat16", "bfloat16", experts=False)
-
-
-def proof(step, *, calls=None, refits=None, weights=None):
-    calls = {OURS: 4 * step} if calls is None and step else calls or {}
-    counts = {
-        "refits": step if refits is None else refits,
-        "weights": [float(step), 9.0] if weights is None else weights,
-    }
-    return {"kind": "worker_counts", "step": step, "workers": [{"calls": calls, **counts}]}
-
-
-def refit(number, *groups):
-    differences = [{"group": group, "sent": 1.0, "in_engine": 1.1, "size": 0.1} for group in groups]
-    return {"kind": "weights", "refits": number, "engines": 1, "groups": 5, "differences": differences}
 
 
 HEALTHY = [refit(1), refit(2), refit(3), *map(proof, range(4))]

@@ -53,6 +53,11 @@ def engine_with(named_parameters):
     return SimpleNamespace(llm=SimpleNamespace(collective_rpc=lambda function: [function(worker)]))
 
 
+def held_by(worker):
+    """The sums of a worker's engine, by group."""
+    return worker_counts.merge_processes(worker_counts.engine_sums(worker))
+
+
 def engine(weights, dtype=torch.bfloat16):
     """A generation worker whose vLLM has fused the weights."""
     values = list(weights.values())
@@ -67,13 +72,13 @@ def engine(weights, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_weights_that_arrived_are_equal_in_any_dtype(weights, sent, dtype):
-    (held,) = worker_counts.engine_sums(engine(weights, dtype))
+    held = held_by(engine(weights, dtype))
     assert worker_counts.compare(sent(weights), held) == []
     assert set(held) == {"embed_tokens.weight", "layers.0", "layers.1", "lm_head.weight"}
 
 
 def test_one_weight_that_is_stale_by_one_step_of_bfloat16(weights, sent):
-    (held,) = worker_counts.engine_sums(engine(weights))
+    held = held_by(engine(weights))
     key = "model.layers.1.mlp.experts.1.up_proj.weight"
     trained = {**weights, key: weights[key].clone()}
     trained[key][0, 0] *= 1 + 2.0**-7
@@ -82,13 +87,66 @@ def test_one_weight_that_is_stale_by_one_step_of_bfloat16(weights, sent):
     assert difference.size > 0
 
 
+def test_shards_add_up_and_copies_count_once(weights, sent):
+    """Two processes with halves of K, V and experts, each with a copy of the embedding; one may be out of date."""
+    values = list(weights.values())
+    halves = [
+        {
+            "model.embed_tokens.weight": values[0].bfloat16(),
+            "model.layers.0.self_attn.qkv_proj.weight": torch.cat(
+                [value.chunk(2)[rank] for value in values[1:4]]
+            ).bfloat16(),
+            "model.layers.1.mlp.experts.w13_weight": torch.cat(values[4 + 2 * rank : 6 + 2 * rank]).bfloat16(),
+            "lm_head.weight": values[8].chunk(2)[rank].bfloat16(),
+        }
+        for rank in range(2)
+    ]
+
+    def held():
+        return worker_counts.merge_processes([worker_counts.engine_sums(engine_with(half.items))[0] for half in halves])
+
+    sums = sent(weights)
+    assert worker_counts.compare(sums, held()) == []
+    halves[1]["model.embed_tokens.weight"] = halves[1]["model.embed_tokens.weight"] * 1.01
+    assert [each.group for each in worker_counts.compare(sums, held())] == ["embed_tokens.weight"]
+
+
+def test_heads_that_several_processes_hold_count_once():
+    module = torch.nn.Linear(2, 6, bias=False)  # 2 heads of Q here, and the only one of K and V, each of 1.5 rows
+    module.num_heads, module.head_size, module.num_kv_head_replicas = 2, 2, 2
+    module.weight.data = torch.arange(12.0).reshape(6, 2)
+    model = torch.nn.ModuleDict({"qkv_proj": module})
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    (sums,) = SimpleNamespace(
+        llm=SimpleNamespace(collective_rpc=lambda function: [function(worker)])
+    ).llm.collective_rpc(worker_counts.sum_parameters)
+    q, kv = sum(range(8)), sum(range(8, 12))
+    assert sums["qkv_proj.weight"]["float32"] == [q + kv / 2, q + kv / 2, 8 + 4 / 2]
+
+
+def test_a_layer_that_one_side_lacks(weights, sent):
+    held = held_by(engine(weights))
+    first = {name: value for name, value in weights.items() if "layers.1" not in name}
+    assert [each.group for each in worker_counts.compare(sent(first), held)] == ["layers.1"]
+    sums = sent(weights)
+    del held["layers.0"]
+    assert [each.group for each in worker_counts.compare(sums, held)] == ["layers.0"]
+
+
+def test_large_tensors_are_summed_in_parts(monkeypatch):
+    values = torch.arange(-50.0, 60.0).reshape(10, 11)
+    whole = worker_counts.sums_of(values, "bfloat16")
+    monkeypatch.setattr(worker_counts, "PART", 7)
+    assert worker_counts.sums_of(values.t(), "bfloat16") == whole == [495.0, 3045.0, 110.0]
+
+
 def test_nan_is_a_difference_and_a_tied_embedding_is_not(weights, sent):
-    (held,) = worker_counts.engine_sums(engine(weights))
+    held = held_by(engine(weights))
     del held["lm_head.weight"]
     assert worker_counts.compare(sent(weights), held) == []
     broken = {**weights, "model.embed_tokens.weight": weights["model.embed_tokens.weight"] * torch.nan}
     assert [difference.group for difference in worker_counts.compare(sent(broken), held)] == ["embed_tokens.weight"]
-    (held,) = worker_counts.engine_sums(engine(broken))
+    held = held_by(engine(broken))
     assert worker_counts.compare(sent(broken), held) == []  # the engine has what the trainer has
 
 
@@ -101,8 +159,7 @@ def test_the_decay_of_a_state_space_as_the_engine_keeps_it(sent, is_decay):
     def held(value):
         name = f"model.layers.0.mixer.{'A' if is_decay else 'A_log'}"
         weights = {"model.layers.0.mixer.in_proj.weight": torch.ones(4, 4).bfloat16(), name: value}
-        (answer,) = worker_counts.engine_sums(engine_with(weights.items))
-        return answer
+        return held_by(engine_with(weights.items))
 
     value = -log.exp() if is_decay else log
     assert worker_counts.compare(sums, held(value)) == []
@@ -119,7 +176,7 @@ def test_scales_of_an_fp8_cache_are_compared_but_for_the_one_that_is_never_sent(
         f"{prefix}.attn.k_scale": torch.tensor(held_scale).bfloat16(),
         f"{prefix}.attn.prob_scale": torch.tensor(-1.0).bfloat16(),
     }
-    (answer,) = worker_counts.engine_sums(engine_with(held.items))
+    answer = held_by(engine_with(held.items))
     assert [each.group for each in worker_counts.compare(sums, answer)] == ([] if held_scale < 1 else ["layers.0"])
 
 

@@ -1,0 +1,169 @@
+"""Preflight: the first steps of a real run are recorded and judged, before the others are trained.
+
+The run is NeMo-RL's own, with its real model. In these steps the driver logs events and compares weights after each
+refit, as in a rehearsal, and the steps are recorded. The same gate judges them, by limits for real models. Then all of
+it is undone: patches in this process and in the workers, and the records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import importlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.errors import ConfigError, GeomaskError, Problem
+from nemo_geomask.hosts.nemo_rl import patch
+from nemo_geomask.hosts.nemo_rl.training_step import stop_recording
+from nemo_geomask.recipe import read_recipe
+from nemo_geomask.tools.check import RecipeFacts
+from nemo_geomask.tools.diagnose import find_run, survey_run
+from nemo_geomask.tools.rehearse import event_hooks, usual_mismatch
+from nemo_geomask.tools.rehearse.event_log import Events, read_events
+from nemo_geomask.tools.rehearse.gate import RunEvidence, unmet_conditions
+from nemo_geomask.tools.rehearse.hosted_job import make_empty
+from nemo_geomask.tools.rehearse.judgement import with_records
+from nemo_geomask.tools.rehearse.rehearsal_report import run_lines, verdict_lines
+from nemo_geomask.tools.rehearse.run_outcome import RunResult, outcome_of
+from nemo_geomask.tools.rehearse.setting_changes import Change
+
+_EVENTS = "events.jsonl"
+_WORST = 5  # tokens that are printed
+
+
+class Preflight:
+    """Preflight of one run, from before the script starts until its verdict.
+
+    Args:
+        arguments: the script's arguments, with ``--config``.
+        steps: number of steps to judge.
+        always_stops: stop the run after the verdict, whatever it is.
+        prompts: file of prompts, a JSON object with ``input`` and ``output`` a line; None: the recipe's.
+        folder: folder for events, records and the report; what it holds is deleted.
+
+    Raises: ConfigError: the script's arguments name no recipe, the recipe can't be read, or its run can't be judged.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], *, steps: int, always_stops: bool, prompts: Path | None = None, folder: Path
+    ) -> None:
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--config")
+        options, overrides = parser.parse_known_args(list(arguments))
+        if options.config is None:
+            raise ConfigError("--preflight reads the recipe: give the script its --config")
+        self._facts = RecipeFacts.from_recipe(read_recipe(options.config, overrides))
+        if self._facts.trains_nemo_rl_loss or self._facts.uses_single_controller:
+            message = (
+                "--preflight judges records of a loss of nemo_geomask in GRPO or PPO without the single controller"
+            )
+            raise ConfigError(
+                Problem(("loss_fn.name",), f"{message}; set loss_fn.name: clipped_pg, NeMo-RL's own loss")
+            )
+        if prompts is not None and not (always_stops and prompts.is_file()):
+            raise ConfigError(f"--prompts: {prompts} must be a file, and takes --preflight-only: no run trains on it")
+        self._steps, self._always_stops, self._folder = steps, always_stops, folder.resolve()
+        self._keeps_records = self._facts.get("loss_fn.record") is not None
+        records = self._facts.get("loss_fn.record.dir") if self._keeps_records else self._folder / "records"
+        self._records = Path(str(records)).expanduser()
+        self._changes = [] if self._keeps_records else [Change("loss_fn.record", {"dir": str(self._records)})]
+        if prompts is not None:
+            self._changes += _read_from(prompts.resolve())
+        self._patches: list[patch.Patch] = []
+        self._started = 0.0
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Overrides for the script, after its own."""
+        return tuple(override for change in self._changes for override in change.overrides)
+
+    def begin(self) -> None:
+        """Observe the run from now on."""
+        if self._folder.is_dir() and any(self._folder.iterdir()) and not (self._folder / _EVENTS).is_file():
+            raise ConfigError(f"--out: {self._folder} is not empty and holds no preflight; choose another folder")
+        make_empty(self._folder)
+        self._started = time.time()
+        events = Events(self._folder / _EVENTS)
+        events("end", stage="start")
+        self._patches = list(event_hooks.patches(events, after_step=self._after_step))
+        patch.apply_all(self._patches)
+
+    def _after_step(self) -> None:
+        events = list(read_events(self._folder / _EVENTS))
+        steps = {event["step"] for event in events if event["kind"] == "metrics" and "loss" in event["values"]}
+        if len(steps) < self._steps:
+            return
+        self._detach()
+        outcome = self._judge(events, sorted(steps))
+        lines = [f"preflight of {len(steps)} steps", *run_lines(outcome, self._folder), "", *verdict_lines(outcome)]
+        lines += self._worst_tokens()
+        is_healthy = outcome.failure is None
+        ends = "stopped" if self._always_stops or not is_healthy else "the run goes on, and nothing of it is left in it"
+        lines += ["", f"preflight {'passed' if is_healthy else 'FAILED'}; {ends}. Records are in {self._records}"]
+        (self._folder / "report.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print("\n".join(lines), flush=True)
+        if self._always_stops or not is_healthy:
+            raise SystemExit(0 if is_healthy else 1)
+
+    def _detach(self) -> None:
+        """Undo what was changed for the preflight in this process and in the workers."""
+        event_hooks.stop_workers()
+        if not self._keeps_records:
+            for policy in event_hooks.policies():
+                stop_recording(policy)
+        for each in reversed(self._patches):
+            each.undo()
+
+    def _judge(self, events: list[dict[str, Any]], steps: list[int]) -> RunResult:
+        facts = self._facts
+        outcome = outcome_of(
+            events, status=0, steps=len(steps), started=self._started, ended=time.time(), expected_stages=frozenset()
+        )
+        evidence = RunEvidence(
+            events=events,
+            metrics=outcome.metrics,
+            steps=steps,
+            loss_name=facts.config.name,
+            records=self._records,
+            updates=int(facts.steps_per_rollout or 1),
+        )
+        try:
+            experts = bool(survey_run(find_run(self._records), steps).experts)
+        except GeomaskError:
+            experts = False
+        evidence = with_records(
+            evidence,
+            self._records,
+            limits=usual_mismatch.usual_limits(facts, experts=experts),
+            update_limits=usual_mismatch.UPDATE,
+            config=facts.config,
+            rows=int(facts.number("policy.train_global_batch_size") or 1),
+            is_filtered=facts.filter_key is not None,
+        )
+        verdicts = {"mismatch": evidence.mismatch, "update": evidence.update, "replayed": len(evidence.replayed)}
+        return outcome.judged(unmet_conditions(evidence), **verdicts)
+
+    def _worst_tokens(self) -> list[str]:
+        """Return lines on the tokens that differ most between the engines, with the text before them."""
+        try:
+            worst = heapq.nlargest(_WORST, survey_run(find_run(self._records)).worst_tokens)
+            name = self._facts.get("policy.tokenizer.name", self._facts.get("policy.model_name"))
+            decode = importlib.import_module("transformers").AutoTokenizer.from_pretrained(name).decode
+        except (GeomaskError, ImportError, OSError, ValueError) as error:
+            return [f"no texts of tokens: {error}"]
+        places = [f"step {token.step}, row {token.row}, token {token.position}" for token in worst]
+        return [
+            f"  {place}: gen {token.gen:.3g}, prev {token.prev:.3g}: {decode(token.context)[-60:]!r}"
+            for place, token in zip(places, worst, strict=True)
+        ]
+
+
+def _read_from(prompts: Path) -> list[Change]:
+    """Return the changes by which NeMo-RL takes its prompts, in order, from a file."""
+    train = {"dataset_name": "ResponseDataset", "data_path": str(prompts), "input_key": "input", "output_key": "output"}
+    values: dict[str, Any] = {"data.train": {**train, "split_validation_size": 0}, "data.shuffle": False}
+    values |= {"data.use_multiple_dataloader": False, "data.validation": None}
+    return [Change(key, value, delete=key == "data.train") for key, value in values.items()]
