@@ -92,7 +92,7 @@ class TokenBatch(NamedTuple):
     sample_mask: Tensor  # [S], as the trainer passed it, clamped to [0, 1], with 0 for NaN
     trained_mask: Tensor  # token mask where is_trained, else 0
     left_out: Tensor  # token mask minus trained_mask
-    mask_margins: Tensor  # [4], see _mask_margins
+    mask_margins: tuple[Tensor, ...]  # four, 0-d, see _mask_margins
     is_trained: Tensor  # bool: both masks are above 0 and all values of the token are finite
     segments: Segments  # assigns tokens to sequences
 
@@ -245,10 +245,13 @@ def is_finite(values: Tensor) -> Tensor:
     return values - values == 0
 
 
-def zero_outside(mask: Tensor, values: Tensor) -> Tensor:
-    """Return the values where the mask is True, and 0 elsewhere, whatever the values are there."""
+def zero_outside(mask: Tensor, values: Tensor, zero: Tensor | None = None) -> Tensor:
+    """Return the values where the mask is True, and 0 elsewhere, whatever the values are there.
+
+    ``zero`` is 0 in a tensor, 0-d, for a caller that has one already.
+    """
     # With the number 0.0 in place of a tensor, torch.where takes twice as long on a CPU.
-    return torch.where(mask, values, values.new_zeros(()))
+    return torch.where(mask, values, values.new_zeros(()) if zero is None else zero)
 
 
 def read(
@@ -282,9 +285,10 @@ def read(
     # A finite value minus itself is 0; NaN and infinity give NaN, which is not above 0.
     is_trained = token_mask * segments.spread(sample_mask) + (sum_of_values - sum_of_values) > 0
 
-    clean = {name: zero_outside(is_trained, checked[name]) for name in raw.tensors if name not in _OPTIONAL}
-    trained_mask = zero_outside(is_trained, token_mask)
-    curr = zero_outside(is_trained, curr)
+    zero = token_mask.new_zeros(())
+    clean = {name: zero_outside(is_trained, checked[name], zero) for name in raw.tensors if name not in _OPTIONAL}
+    trained_mask = zero_outside(is_trained, token_mask, zero)
+    curr = zero_outside(is_trained, curr, zero)
     curr_kl = curr if unfiltered is None else zero_outside(is_trained, unfiltered.float())
     prev = clean.get("prev", curr.detach())
     reference_log_ratio = curr_kl.detach() - clean["ref"] if "ref" in clean else None
@@ -334,7 +338,10 @@ def _find_filtered(raw: RawBatch, drop_filtered: bool) -> Tensor | None:
 def _checked_values(raw: RawBatch) -> dict[str, Tensor]:
     """Return the tensors whose values must be finite, float32 without gradient, by the names of :data:`BATCH_KEYS`."""
     names = [name for name in raw.tensors if name not in _OPTIONAL or name == "unfiltered"]
-    return {name: value.detach().float() for name, value in (("curr", raw.curr), *((n, raw.tensors[n]) for n in names))}
+    return {
+        name: (value.detach() if value.requires_grad else value).float()
+        for name, value in (("curr", raw.curr), *((n, raw.tensors[n]) for n in names))
+    }
 
 
 def report_invalid(raw: RawBatch, batch: TokenBatch) -> Iterator[Metric]:
@@ -355,19 +362,19 @@ def report_invalid(raw: RawBatch, batch: TokenBatch) -> Iterator[Metric]:
 
     for name, value in _checked_values(raw).items():
         yield Metric((f"geomask/nonfinite_{name}",), "local_sum", partial(nonfinite_count, value))
-    is_invalid = (~(batch.mask_margins >= 0)).float()
+    is_invalid = (~(torch.stack(batch.mask_margins) >= 0)).float()
     yield Metric(("geomask/invalid_token_mask",), "local_sum", lambda: is_invalid[:2].amax())
     yield Metric(("geomask/invalid_sample_mask",), "shared_count", lambda: is_invalid[2:].amax())
 
 
-def _mask_margins(*masks: Tensor) -> Tensor:
-    """Return the smallest value of each mask, and the distance of the largest one from 1: [2k].
+def _mask_margins(*masks: Tensor) -> tuple[Tensor, ...]:
+    """Return the smallest value of each mask, and the distance of the largest one from 1, 0-d each.
 
     All of them are at least 0 if every value is from 0 to 1; NaN, which is not, survives the extrema. Extrema cost a
     fifth of comparisons by element on a CPU. The host does not read them, as it would have to wait for the device.
     """
     filled = [pad_empty(mask, 0.0) for mask in masks]
-    return torch.stack([margin for mask in filled for margin in (mask.amin(), 1.0 - mask.amax())])
+    return tuple(margin for mask in filled for margin in (mask.amin(), 1.0 - mask.amax()))
 
 
 def pad_empty(values: Tensor, fill: float) -> Tensor:

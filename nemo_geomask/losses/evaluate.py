@@ -141,7 +141,7 @@ def _local_loss_and_metrics(
     normalizer: Normalizer = "tokens" if config.normalization == "tokens" else "sequences"
     divisor = global_toks if normalizer == "tokens" else global_seqs
     counts = torch.stack((global_seqs, global_toks))
-    is_valid = (torch.cat((batch.mask_margins, counts)).amin() >= 0) & (counts.amax() < torch.inf)
+    is_valid = (torch.stack((*batch.mask_margins, global_seqs, global_toks)).amin() >= 0) & (counts.amax() < torch.inf)
     is_defined = (divisor > 0) | (stats.total_weight == 0)
     loss = torch.where(is_defined & is_valid, loss, torch.nan)
 

@@ -122,23 +122,23 @@ class SequencePool:
         prefixes = segments.global_prefix(local_prefixes, pooled)
         turn_sums = {} if turns is None else segments.global_turn_sums(turns, local_turns, pooled)
 
-        is_trained, sample_mask = batch.is_trained, batch.sample_mask
+        sample_mask, zero = batch.sample_mask, batch.sample_mask.new_zeros(())
         if config.nonfinite == "drop_sequence":
             is_dropped = (pooled.sums["left_out"] > 0) & (sample_mask > 0)
-            is_trained = is_trained & segments.spread(~is_dropped)
-            sample_mask = zero_outside(~is_dropped, sample_mask)
+            sample_mask = torch.where(is_dropped, zero, sample_mask)
         else:
             # drop_token: ``read`` has excluded the token itself. raise: ``PolicyLoss`` reads the counts and raises.
             is_dropped = torch.zeros_like(sample_mask, dtype=torch.bool)
         weight = trained_mask * segments.spread(sample_mask)
+        is_trained = weight > 0
         stats = SequenceStats(
             is_trained=is_trained,
             weight=weight,
             total_weight=weight.sum(),
             sample_mask=sample_mask,
-            trained_tokens=zero_outside(~is_dropped, pooled.sums["trained_tokens"]),
+            trained_tokens=torch.where(is_dropped, zero, pooled.sums["trained_tokens"]),
             declared_tokens=pooled.sums.get("declared_tokens"),
-            exclusion=torch.where(is_trained, weight.new_zeros(()), weight.new_full((), torch.inf)),
+            exclusion=torch.where(is_trained, zero, zero.new_full((), torch.inf)),
         )
         for index, (pooled_by, _, statistic) in enumerate(self._requests):
             if pooled_by == "turn_sum" or pooled_by == "turn_mean":
