@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Installs nothing but the files whose hashes are listed.
 HASHED := $(PIP) --no-deps --require-hashes
 
-.PHONY: help demo test test-all quick matrix mutation soak audit pins vllm nemo-rl nemo-rl-environment nemo-rl-losses gpu lint docs site release smoke clean
+.PHONY: help demo test test-all quick matrix mutation soak audit pins vllm nemo-rl nemo-rl-environment nemo-rl-losses refusals gpu lint docs site release smoke clean
 
 help:
 	@echo "make demo   train a small MoE policy with and without a mask at two learning rates, plot and diagnose it (about 3 minutes)"
@@ -23,6 +23,7 @@ help:
 	@echo "make pins   the hashes in .ci anew; with ARGS=--upgrade the versions too"
 	@echo "make vllm   vLLM as generation engine, on the CPU, in an environment of its own (about 4 minutes)"
 	@echo "make nemo-rl NEMO_RL_ROOT=…  rehearsals and a probe through that NeMo-RL on the CPU, in an environment of its own"
+	@echo "make refusals CHECKOUTS='…'  where each NeMo-RL has the refusals of check's rules"
 	@echo "make nemo-rl-environment  that environment alone, for rehearse and probe (about 10 minutes)"
 	@echo "make gpu    on a machine with a GPU: the kernels' tests and the benchmarks, with GPU_PYTHON's torch and triton"
 	@echo "make lint   ruff and mypy"
@@ -140,6 +141,11 @@ nemo-rl: $(NEMO)/.ready nemo-rl-losses
 	@test -n "$(NEMO_RL_ROOT)" || { echo "say which NeMo-RL: make nemo-rl NEMO_RL_ROOT=/path/to/RL"; exit 1; }
 	NEMO_RL_ROOT=$(NEMO_RL_ROOT) $(NEMO)/bin/python -m pytest -o addopts= tests/tools/rehearse/test_real.py tests/tools/probe/test_real.py
 	NEMO_RL_ROOT=$(NEMO_RL_ROOT) $(NEMO)/bin/python -m tests.evidence.hosts.case_matrix $(ARGS)
+
+# Where each checkout has the refusals that the rules of check speak of; a rule whose refusal is gone must be silent.
+refusals: $(VENV)/.test
+	@test -n "$(CHECKOUTS)" || { echo "say which: make refusals CHECKOUTS='/path/to/RL-v0.6.0 /path/to/RL-v0.7.0 /path/to/RL'"; exit 1; }
+	$(BIN)/python -m tests.evidence.hosts.rule_sources $(CHECKOUTS)
 
 # NeMo-RL's own tests of its loss, under ours, on the CPU. Left out: another loss's constants, drawn from a card's generator,
 # and three refusals that are the same in other words.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,8 +17,9 @@ from nemo_geomask.tools.check import MISMATCH_KL, UNCHECKED_SECTIONS
 from nemo_geomask.tools.check.bulk_check import bulk_as_text, check_many
 from nemo_geomask.tools.check.check_json import CheckOutput, as_json, bulk_as_json, unreadable_as_json
 from nemo_geomask.tools.check.check_output import as_text, list_rules
-from nemo_geomask.tools.check.recipe_check import CheckOptions, check_recipe
-from nemo_geomask.tools.shared.terminal_text import escape_json
+from nemo_geomask.tools.check.recipe_check import CheckedRecipe, CheckOptions, check_recipe
+from nemo_geomask.tools.check.recipe_fixes import FixedRecipe, fix_recipe, write_fixes
+from nemo_geomask.tools.shared.terminal_text import escape_json, escape_line
 
 EXIT_STATUS = {
     0: "no errors; warnings are printed",
@@ -60,6 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ignore", action="append", default=[], metavar="GMnnn,…", help="silence these rules (may be repeated)"
     )
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
+    parser.add_argument("--diff", action="store_true", help="print the findings' fixes as a patch, and nothing else")
+    parser.add_argument(
+        "--fix",
+        action="store_true",
+        help="write the fixes of errors and warnings into the recipe, set inherited settings there, and check it again",
+    )
     parser.add_argument("--gpu", metavar="NAME", help="GPU that samples, such as A100; some rules depend on it")
     parser.add_argument(
         "--mismatch-kl",
@@ -97,7 +106,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if not paths:
             raise ConfigError("check needs a recipe; see nemo-geomask check --help")
-        is_single = len(paths) == 1 and not Path(paths[0]).is_dir()
+        for word, path in zip(words, paths, strict=True):
+            if arguments.fix and Path(word) != Path(path):
+                raise ConfigError(f"{word}: comes with nemo-geomask; `nemo-geomask recipes` copies it for a fix")
+        is_single = len(paths) == 1 and not os.path.isdir(paths[0])
         recipe = read_recipe(paths[0], overrides, leave=UNCHECKED_SECTIONS) if is_single else None
         options = CheckOptions(
             recipe=paths[0],
@@ -111,12 +123,16 @@ def run(arguments: argparse.Namespace) -> int:
         if recipe is None:
             return _run_many(paths, options, arguments)
         checked = check_recipe(options, recipe)
+        if arguments.fix and _fix([checked]):
+            checked = check_recipe(options)
     except GeomaskError as error:
         if arguments.format == "json":
             # Programs that read standard output always get an object; the message also goes to standard error.
             _print_json(unreadable_as_json(arguments.recipe, error.problems))
         raise
-    if arguments.format == "json":
+    if arguments.diff:
+        _print_diff([checked])
+    elif arguments.format == "json":
         _print_json(as_json(checked))
     else:
         print(as_text(checked))
@@ -125,17 +141,48 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run_many(paths: Sequence[str], options: CheckOptions, arguments: argparse.Namespace) -> int:
     bulk = check_many(paths, options)
-    if arguments.format == "json":
+    if arguments.fix and _fix(bulk.checked):
+        bulk = check_many(paths, options)
+    if arguments.diff:
+        _print_diff(bulk.checked)
+    elif arguments.format == "json":
         _print_json(bulk_as_json(bulk))
     else:
         print(bulk_as_text(bulk))
     return _status(bulk.count, arguments)
 
 
+def _fix(recipes: Sequence[CheckedRecipe]) -> bool:
+    """Write the fixes of recipes into their files, and say on standard error what was fixed; True if anything was."""
+    count = 0
+    for checked in recipes:
+        recipe = checked.facts.recipe
+        fixed = fix_recipe(recipe, checked.report.findings)
+        if fixed.applied:
+            write_fixes(recipe, fixed)
+            count += 1
+            rules = ", ".join(f"{finding.rule.id} {finding.key}" for finding in fixed.applied)
+            print(escape_line(f"{recipe.path}: fixed {rules}"), file=sys.stderr)
+        _print_refused(fixed, recipe.path)
+    return count > 0
+
+
+def _print_diff(recipes: Sequence[CheckedRecipe]) -> None:
+    for checked in recipes:
+        fixed = fix_recipe(checked.facts.recipe, checked.report.findings)
+        print(fixed.diff(checked.facts.recipe.path), end="")
+        _print_refused(fixed, checked.facts.recipe.path)
+
+
+def _print_refused(fixed: FixedRecipe, path: Path) -> None:
+    for reason in fixed.refused:
+        print(escape_line(f"{path}: not fixed: {reason}"), file=sys.stderr)
+
+
 def _split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the recipes and folders among the words, and the overrides; the first word is a recipe in any case."""
     is_path = [
-        index == 0 or ("=" not in word and (word.endswith((".yaml", ".yml")) or Path(word).is_dir()))
+        index == 0 or ("=" not in word and (word.endswith((".yaml", ".yml")) or os.path.isdir(word)))
         for index, word in enumerate(words)
     ]
     named = list(zip(words, is_path, strict=True))

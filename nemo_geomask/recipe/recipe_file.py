@@ -222,7 +222,9 @@ def _load(path: Path, children: tuple[Path, ...], reading: _RecipeReading) -> tu
     except (InputLimitError, RecursionError):
         raise
     except Exception as error:  # PyYAML lets errors of int(), datetime and dict through
-        raise ConfigError(f"{path}: not valid YAML{inherited}: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split())
+        hint = "; merge it into the existing block" if "duplicate key" in reason else ""
+        raise ConfigError(f"{path}: not valid YAML{inherited}: {reason}{hint}") from None
     if not isinstance(config, omegaconf.DictConfig):
         raise ConfigError(f"{path}: a recipe is a mapping of sections, but this file holds a list{inherited}")
     merged, origins = omegaconf.OmegaConf.create({}), Origins()

@@ -6,6 +6,7 @@ A file's name is its path in the repository, such as ``recipes/lab/demo.yaml``. 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Collection, Iterable
@@ -61,7 +62,7 @@ def find_recipe(path: str | Path) -> Path:
     The recipes that pages and help texts name, such as ``recipes/lab/demo.yaml``, can thus be used in any folder.
     """
     path = Path(path)
-    is_shipped = path.suffix == ".yaml" and not path.exists() and path.as_posix() in list_files()
+    is_shipped = path.suffix == ".yaml" and not os.path.exists(path) and path.as_posix() in list_files()
     return _folder() / path if is_shipped else path
 
 

@@ -156,6 +156,11 @@ def resets_reference_on_resume(checkout: Path) -> bool:
     return bool(copy) and "load_checkpoint(" not in after.partition("\n    def ")[0]
 
 
+def has_dtensor_v1(checkout: Path) -> bool:
+    """Return True if a NeMo-RL starts DTensor v1's workers under ``_v2: false``, which its pull request 4207 ends."""
+    return _mentions(checkout, "models/policy/lm_policy.py", 'dtensor_policy_worker.DTensorPolicyWorker"')
+
+
 def splits_replicated_experts(checkout: Path) -> bool:
     """Return True if a NeMo-RL's Megatron-LM leaves expert gradients unsummed where each rank of a TP group has all.
 

@@ -58,26 +58,6 @@ def _sequence_clip_on_tokens(facts: RecipeFacts) -> Iterator[Hit]:
             )
 
 
-@rule("GM212", "warning", "NeMo-RL `ClippedPGLossFn` (`truncated_importance_sampling_ratio`)")
-def _weight_bounds_without_one(facts: RecipeFacts) -> Iterator[Hit]:
-    """Bounds on the weights that exclude 1."""
-    config = facts.config
-    if config.truncation is None or config.plugin_truncation is not None:
-        return
-    low, high = config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio
-    effect = "is scaled by the bound" if config.truncation == "tis" else "is removed from the loss"
-    for key, bound, is_wrong in (
-        ("truncated_importance_sampling_ratio", high, high is not None and high < 1),
-        ("truncated_importance_sampling_ratio_min", low, low is not None and low > 1),
-    ):
-        if is_wrong:
-            yield Hit(
-                f"loss_fn.{key}",
-                f"{bound:g}: weights are close to 1, which these bounds exclude, so almost everything {effect}; choose "
-                "bounds around 1, such as 0.5 and 2.0 for tokens",
-            )
-
-
 @rule("GM213", "warning", "NeMo-RL `GRPOAdvantageEstimator`, `calculate_baseline_and_std_per_prompt`")
 def _few_responses_per_prompt(facts: RecipeFacts) -> Iterator[Hit]:
     """So few responses per prompt that all advantages, or all their deviations, are 0."""
@@ -106,47 +86,4 @@ def _few_responses_per_prompt(facts: RecipeFacts) -> Iterator[Hit]:
             key,
             "2: with a leave-one-out baseline, NeMo-RL computes a standard deviation of 0 from one other response, so "
             f"{effect}; set 3 or more, or use_leave_one_out_baseline: false",
-        )
-
-
-@rule("GM222", "error", "NeMo-RL `_clip_grpo_advantages`", applies_to_lab=False)
-def _advantages_of_one_sign(facts: RecipeFacts) -> Iterator[Hit]:
-    """Advantages clipped to one sign."""
-    low_key, high_key = "grpo.advantage_clip_low", "grpo.advantage_clip_high"
-    low, high = facts.number(low_key), facts.number(high_key)
-    if facts.algorithm != "grpo":
-        return
-    if low is not None and high is not None and low >= high:
-        yield Hit(low_key, f"{low:g} is not below advantage_clip_high: {high:g}, so all advantages are {high:g}")
-    elif low is not None and low >= 0:
-        yield Hit(low_key, f"{low:g} is the lower bound itself, so the worst response gets {low:g}; set {-low or -5:g}")
-    elif high is not None and high <= 0:
-        yield Hit(
-            high_key, f"{high:g} is the upper bound itself, so the best response gets {high:g}; set {-high or 5:g}"
-        )
-
-
-@rule("GM214", "warning", "NeMo-RL `compute_and_apply_seq_logprob_error_masking`")
-def _unreachable_error_threshold(facts: RecipeFacts) -> Iterator[Hit]:
-    """Error threshold that every sequence exceeds."""
-    key = f"{facts.algorithm}.seq_logprob_error_threshold"
-    threshold = facts.number(key)
-    if threshold is not None and threshold <= 1:
-        yield Hit(
-            key,
-            f"{threshold:g}: the error is the mean of exp(|prev - gen|), which is at least 1, so every sequence with a "
-            "mismatch is removed; NeMo-RL's recipes set 1.5 to 2, the scale of token_mult_prob_error",
-        )
-
-
-@rule("GM215", "warning", "NeMo-RL rollouts end at `max_total_sequence_length`; vLLM `max_model_len`")
-def _response_longer_than_context(facts: RecipeFacts) -> Iterator[Hit]:
-    """Responses longer than the sequences may be."""
-    key, context_key = "policy.generation.max_new_tokens", "policy.max_total_sequence_length"
-    response, context = facts.number(key), facts.number(context_key)
-    if response and context and response > context:
-        yield Hit(
-            key,
-            f"{response:g} tokens of a response, and a prompt, don't fit into {context_key}: {context:g}, at which "
-            f"sequences end; lower it to at most {context:g}, or raise {context_key}",
         )

@@ -52,7 +52,7 @@ def check_many(paths: Sequence[str], options: CheckOptions) -> BulkCheck:
     recipes: list[str] = []
     skipped = 0
     for path in paths:
-        if not Path(path).is_dir():
+        if not os.path.isdir(path):
             recipes.append(path)
             continue
         files = _yaml_files(Path(path))

@@ -69,6 +69,7 @@ class FindingJson(TypedDict):
     line: int | None
     override: str | None
     source: str | None
+    fix: Annotated[dict[str, Any], Field(description="Settings that are a way out, by dotted key.")]
 
 
 class MismatchSettingJson(TypedDict):
@@ -129,6 +130,14 @@ class BulkCheckJson(TypedDict):
 
 
 CheckOutput = CheckJson | BulkCheckJson
+_NO_RULE = cast(FindingJson, {**dict.fromkeys(FindingJson.__annotations__), "severity": "error", "fix": {}})
+_NOTHING = cast(
+    CheckJson,
+    {
+        **{name: [] if "list" in str(kind) else None for name, kind in CheckJson.__annotations__.items()},
+        "version": JSON_VERSION,
+    },
+)
 
 
 def as_json(checked: CheckedRecipe) -> CheckJson:
@@ -169,35 +178,12 @@ def bulk_as_json(bulk: BulkCheck) -> BulkCheckJson:
 
 def unreadable_as_json(recipe: str | None, problems: Sequence[Problem]) -> CheckJson:
     """Return the JSON of a recipe that can't be checked: its problems as findings without a rule."""
-    findings: list[FindingJson] = [
-        {
-            "rule": None,
-            "severity": "error",
-            "key": next(iter(problem.keys), None),
-            "message": problem.message,
-            "file": None,
-            "line": None,
-            "override": None,
-            "source": None,
-        }
-        for problem in problems
+    keys = [next(iter(problem.keys), None) for problem in problems]
+    found: list[FindingJson] = [
+        {**_NO_RULE, "key": key, "message": problem.message} for key, problem in zip(keys, problems, strict=True)
     ]
-    return {
-        "version": JSON_VERSION,
-        "recipe": recipe,
-        "nemo_rl": None,
-        "loss_of": None,
-        "objective": [],
-        "expected": [],
-        "measured": None,
-        "settings": None,
-        "findings": findings,
-        "ignored": [],
-        "mismatch_settings": [],
-        "unjudged": [],
-        "not_imported": [],
-        "summary": {"error": len(findings), "warning": 0, "note": 0},
-    }
+    summary: SummaryJson = {"error": len(problems), "warning": 0, "note": 0}
+    return {**_NOTHING, "recipe": recipe, "findings": found, "summary": summary}
 
 
 def _summary(count: Callable[[str], int]) -> SummaryJson:
@@ -231,4 +217,5 @@ def _finding_as_json(finding: Finding) -> FindingJson:
         "line": origin.line if origin else None,
         "override": origin.where if origin and origin.line is None else None,
         "source": finding.rule.source,
+        "fix": dict(finding.fix),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 
 _KEYS_LISTED = 3
+_MAX_FINDINGS_OF_A_RULE = 5  # more are one list
 OPTION_FOR = {"gpu": "--gpu", "nemo_rl": "NeMo-RL's source (set NEMO_RL_ROOT to a checkout)"}
 """What the user has to provide so that an attribute of ``RecipeFacts`` is known."""
 
@@ -37,7 +39,7 @@ def as_text(checked: CheckedRecipe) -> str:
         *_objective_sections(checked),
         _forecast_lines(checked.forecasts),
         _measured_lines(checked.measured) if checked.measured else [],
-        *(finding_lines(finding) for finding in report.findings),
+        *_finding_sections(report.findings),
         [", ".join(count_with_noun(report.count(severity), severity) for severity in SEVERITIES), *_remarks(checked)],
     ]
     return join_sections(sections)
@@ -102,6 +104,17 @@ def finding_lines(finding: Finding) -> list[str]:
     ]
 
 
+def _finding_sections(findings: Sequence[Finding]) -> Iterator[list[str]]:
+    """Yield the lines of each finding; of many of one rule, those of one list."""
+    for rule, group in itertools.groupby(findings, lambda finding: finding.rule):
+        members = list(group)
+        if len(members) <= _MAX_FINDINGS_OF_A_RULE:
+            yield from map(finding_lines, members)
+            continue
+        heads = [f"{f'{each.origin}: ' if each.origin else ''}{each.key}: {each.message}" for each in members]
+        yield [f"{rule.severity} {rule.id}, {len(members)} times: {rule.title}", *(f"  {head}" for head in heads)]
+
+
 def _remarks(checked: CheckedRecipe) -> Iterator[str]:
     """Yield what the findings don't cover: rules that were ignored or could not be checked."""
     facts, report = checked.facts, checked.report
@@ -125,8 +138,10 @@ def _remarks(checked: CheckedRecipe) -> Iterator[str]:
             f"settings that can make sampler and trainer disagree: {', '.join(keys[:_KEYS_LISTED])}{more}; "
             f"nemo-geomask probe {facts.recipe.path} measures which of them do"
         )
-    for rule, attribute in report.unchecked:
-        yield f"not checked without {OPTION_FOR[attribute]}: {rule.id}, {rule.title}"
+    for attribute, option in OPTION_FOR.items():
+        ids = [rule.id for rule, unknown in report.unchecked if unknown == attribute]
+        if ids:
+            yield f"not checked without {option}: {', '.join(ids)}"
 
 
 def settings_of_probe(facts: RecipeFacts) -> list[tuple[MismatchSwitch, Any]]:

@@ -15,7 +15,7 @@ _COLOCATED = "policy.generation.colocated"
 _VLLM = "policy.generation.vllm_cfg"
 
 
-@rule("GM316", "error", "NeMo-RL `Policy.__init__`")
+@rule("GM316", "error", "NeMo-RL `Policy.__init__`", refusals=("must be divisible by PP * CP * TP",))
 def _indivisible_gpus(facts: RecipeFacts) -> Iterator[Hit]:
     """Parallel sizes that do not divide the number of GPUs that train."""
     sizes = {key: facts.number(key) or 1 for axis, key in layout_keys(facts).items() if axis in MODEL_AXES}
@@ -118,37 +118,6 @@ def _expert_groups(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(key, f"{factors} does not divide the {gpus} GPUs that train; set a size that does")
 
 
-@rule("GM331", "error", "NeMo-RL `grpo.setup`")
-def _separate_generation(facts: RecipeFacts) -> Iterator[Hit]:
-    """GPUs for separate generation that the cluster can't give."""
-    gpus_per_node, nodes = facts.number("cluster.gpus_per_node"), facts.number("cluster.num_nodes")
-    has_teachers = facts.get("on_policy_distillation") is not None or facts.get("env.reward_model") is not None
-    if facts.get(f"{_COLOCATED}.enabled") is not False or not gpus_per_node or not nodes or has_teachers:
-        return
-    per_node_key, nodes_key = (f"{_COLOCATED}.resources.{name}" for name in ("gpus_per_node", "num_nodes"))
-    per_node, sampling_nodes = facts.number(per_node_key), facts.number(nodes_key)
-    if nodes == 1:
-        if not per_node:
-            yield Hit(per_node_key, "missing: with one node and colocated.enabled: false, state how many GPUs sample")
-        elif per_node >= gpus_per_node:
-            yield Hit(
-                per_node_key, f"{per_node:g} of {gpus_per_node:g} GPUs sample, so none is left to train; lower it"
-            )
-        if sampling_nodes not in (None, 1):
-            yield Hit(nodes_key, f"{sampling_nodes:g}, but the cluster has one node; set null")
-        return
-    if not sampling_nodes:
-        yield Hit(nodes_key, "missing: with several nodes and colocated.enabled: false, state how many nodes sample")
-    elif sampling_nodes >= nodes:
-        yield Hit(nodes_key, f"{sampling_nodes:g} of {nodes:g} nodes sample, so none is left to train; lower it")
-    if per_node != gpus_per_node:
-        stated = "missing" if per_node is None else f"{per_node:g}"
-        yield Hit(
-            per_node_key,
-            f"{stated}: in a cluster of several nodes, whole nodes sample; set {gpus_per_node:g}, all GPUs",
-        )
-
-
 @rule("GM332", "error", "NeMo-RL `shard_by_batch_size`, `make_microbatch_iterator`")
 def _indivisible_batch(facts: RecipeFacts) -> Iterator[Hit]:
     """Training batch that ranks or microbatches can't divide."""
@@ -173,18 +142,6 @@ def _indivisible_batch(facts: RecipeFacts) -> Iterator[Hit]:
             microbatch_key,
             f"{microbatch:g} does not divide the {batch / ranks:g} sequences of a data-parallel rank (train_global_"
             f"batch_size {batch:g} over {ranks} ranks); set a divisor",
-        )
-
-
-@rule("GM317", "error", "NeMo-RL `_apply_parallelism_config` (megatron/setup.py)")
-def _context_parallel_without_packing(facts: RecipeFacts) -> Iterator[Hit]:
-    """Context parallelism under Megatron without packed sequences."""
-    size = facts.number("policy.megatron_cfg.context_parallel_size") or 1
-    if facts.uses_megatron and size > 1 and facts.get("policy.sequence_packing.enabled") is False:
-        yield Hit(
-            "policy.sequence_packing.enabled",
-            f"false, but policy.megatron_cfg.context_parallel_size: {size:g} needs packed sequences; set true, or "
-            "context_parallel_size: 1",
         )
 
 

@@ -51,23 +51,6 @@ def _cascade_attention(facts: RecipeFacts) -> Iterator[Hit]:
     )
 
 
-@rule("GM107", "warning", "NeMo-RL docs/fp8.md")
-def _quantised_rollouts(facts: RecipeFacts) -> Iterator[Hit]:
-    """Quantised rollouts without a correction."""
-    if facts.config.corrects_mismatch or facts.config.masks:
-        return
-    keys = [f"{_VLLM_KWARGS}.quantization"]
-    # With policy.quant_cfg, training is quantised as well.
-    keys += [] if facts.get("policy.quant_cfg") else ["policy.generation.quant_cfg"]
-    for key in keys:
-        if value := facts.get(key):
-            yield Hit(
-                key,
-                f"{value}: rollouts are quantised and training is not, but nothing corrects the mismatch; set "
-                "loss_fn.use_importance_sampling_correction: true, and add a mask for what a weight can't correct",
-            )
-
-
 @rule("GM112", "warning", "NeMo-RL docs/adding-new-models.md; arXiv:2510.26788")
 def _different_precision(facts: RecipeFacts) -> Iterator[Hit]:
     """Different precision in rollouts and training."""
@@ -114,7 +97,7 @@ def _no_router_replay(facts: RecipeFacts) -> Iterator[Hit]:
             f"{model}. Each engine routes tokens by itself, so where two experts have almost the same score, training "
             f"may use another expert than sampling did; set {_ROUTER_REPLAY}: true",
         )
-    elif not (facts.config.corrects_mismatch or facts.config.masks):
+    elif facts.is_uncorrected:
         yield Hit(
             _ROUTER_REPLAY,
             f"{model}; this NeMo-RL has no router replay for these engines, and nothing corrects routes that differ; "
@@ -132,44 +115,6 @@ def _balancing_loss(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(
             key,
             f"{value}: under GRPO, the auxiliary loss drives the log-probs of training and generation apart; set none",
-        )
-
-
-@rule("GM113", "note", "NeMo-RL examples/configs/grpo_math_1B.yaml")
-def _balancing_bias(facts: RecipeFacts) -> Iterator[Hit]:
-    """Router biases updated by expert load."""
-    key = "policy.megatron_cfg.moe_router_bias_update_rate"
-    if facts.moe_key and facts.uses_megatron and facts.number(key):
-        yield Hit(
-            key,
-            f"{facts.get(key)}: the router's biases follow the load of the experts, not the gradient. Until the next "
-            "weight update they change in the training engine only; set 0.0, NeMo-RL's default for GRPO",
-        )
-
-
-@rule("GM110", "note", "NeMo-RL docs/guides/async-grpo.md")
-def _stale_kv_cache(facts: RecipeFacts) -> Iterator[Hit]:
-    """Weights updated during a response without recomputing the KV cache."""
-    section = f"{facts.algorithm}.async_{facts.algorithm}"
-    key = f"{section}.recompute_kv_cache_after_weight_updates"
-    if facts.is_async and facts.is_true(f"{section}.in_flight_weight_updates") and not facts.is_true(key):
-        yield Hit(
-            key,
-            "false: with in_flight_weight_updates: true, several policies sample parts of one response. Each reads "
-            "keys and values that earlier policies computed, so generation_logprobs belong to no single policy; set "
-            "true",
-        )
-
-
-@rule("GM111", "note", "NeMo-RL `pad_and_align_routed_expert_indices`; grpo-qwen3-30ba3b-8n8g-megatron-cp2-r3.yaml")
-def _routes_lost_to_prefix_cache(facts: RecipeFacts) -> Iterator[Hit]:
-    """Router replay with prefix caching."""
-    key = f"{_VLLM}.enable_prefix_caching"
-    if facts.is_true(_ROUTER_REPLAY) and facts.get(key) is not False:
-        yield Hit(
-            key,
-            "with router replay, vLLM may return no routes for prompts from the prefix cache, and the trainer then "
-            "routes them by itself; add enable_prefix_caching: false, so that all routes are returned",
         )
 
 
@@ -200,19 +145,33 @@ def _experts_without_adapter(facts: RecipeFacts) -> Iterator[Hit]:
             )
 
 
-@rule("GM116", "note", "NeMo-RL docs/guides/lora.md, issue 3696, pull requests 1797 and 1889")
-def _rounded_adapter(facts: RecipeFacts) -> Iterator[Hit]:
-    """LoRA whose merged weights are rounded, without a correction."""
-    precision = facts.get("policy.precision")
-    if facts.config.corrects_mismatch or facts.config.masks or precision == "float32":
+@rule("GM118", "warning", "docs/background/mismatch.md", applies_to_lab=False)
+def _mismatch_with_luck(facts: RecipeFacts) -> Iterator[Hit]:
+    """Low-precision rollouts of several turns, normalised over a group, without a weight on tokens."""
+    config, estimator = facts.config, facts.get("grpo.adv_estimator.name", "grpo")
+    low_precision = {f"{_VLLM}.precision": facts.get(f"{_VLLM}.precision") == "fp8"}
+    low_precision[f"{_VLLM_KWARGS}.quantization"] = facts.get(f"{_VLLM_KWARGS}.quantization") is not None
+    low_precision["policy.generation.quant_cfg"] = (
+        facts.get("policy.generation.quant_cfg") is not None and facts.get("policy.quant_cfg") is None
+    )
+    keys = [key for key, is_low in low_precision.items() if is_low]
+    has_turns = (facts.number("grpo.max_rollout_turns") or 1) > 1 or facts.is_true("env.should_use_nemo_gym")
+    is_weighted = config.applies_weight and config.correction_level in ("token", "turn", "sequence")
+    if facts.algorithm != "grpo" or estimator not in ("grpo", "gdpo") or not keys or not has_turns or is_weighted:
         return
-    keys = [f"{_LORA}.enabled"] if _uses_dtensor_lora(facts) else []
-    keys += ["policy.megatron_cfg.peft.enabled"] if facts.uses_megatron else []
-    for key in keys:
-        if facts.is_true(key):
-            yield Hit(
-                key,
-                f"true: the trainer keeps the adapter apart, but a refit adds it to the weights and rounds the sum to "
-                f"{precision}; the sampler loses what is smaller than a weight's rounding, and nothing corrects the "
-                "difference. Set loss_fn.use_importance_sampling_correction: true, or add a mask",
-            )
+    fix = {
+        "loss_fn.use_importance_sampling_correction": True,
+        "loss_fn.truncated_importance_sampling_type": "tis",
+        "loss_fn.truncated_importance_sampling_ratio": 2.0,
+    }
+    if not facts.trains_nemo_rl_loss:
+        fix["loss_fn.is_correction_level"] = "token"
+    yield Hit(
+        keys[0],
+        f"{facts.get(keys[0])}: what a tool or an environment replies tells of the reward before most of a response is "
+        f"written, but the advantages of {estimator}, normalised over a group, don't know the reply, and so draw the "
+        "policy towards the errors of a sampler in low precision, however small. First try a baseline that knows the "
+        "reply (per turn, or a critic); else {fix}: a weight on tokens, since sequence_mean, a geometric mask and "
+        "IcePop don't mend it",
+        fix=fix,
+    )

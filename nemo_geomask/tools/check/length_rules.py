@@ -106,19 +106,6 @@ def _every_batch_vetoed(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
-@rule("GM403", "warning", "docs/reference/loss_reference.md; NeMo-RL `ClippedPGLossFn` (`positive_nll_loss`)")
-def _loss_depends_on_split(facts: RecipeFacts) -> Iterator[Hit]:
-    """Loss that depends on how the batch is split."""
-    config = facts.config
-    is_per_microbatch = config.positive_example_nll_normalization == "microbatch"
-    if facts.has_rewards and config.positive_example_nll_weight and is_per_microbatch:
-        yield Hit(
-            "loss_fn.positive_example_nll_normalization",
-            "microbatch: the NLL is divided by the tokens of one microbatch, so the loss changes with "
-            "train_micro_batch_size, packing, dynamic batching and the number of GPUs; set loss",
-        )
-
-
 def _differing_batch_sizes(facts: RecipeFacts) -> str:
     """Return the start of a message if scoring and training have different batch sizes; empty otherwise."""
     training, scoring = facts.number("policy.train_micro_batch_size"), facts.number("policy.logprob_batch_size")
@@ -140,20 +127,7 @@ def _scoring_batch_size(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
-@rule("GM406", "warning", "NeMo-RL `vllm_worker.py`")
-def _short_vllm_context(facts: RecipeFacts) -> Iterator[Hit]:
-    """vLLM context shorter than the trainer's."""
-    key = "policy.generation.vllm_cfg.max_model_len"
-    context, trained_length = facts.number(key), facts.number("policy.max_total_sequence_length")
-    if facts.uses_vllm and context and trained_length and context < trained_length:
-        yield Hit(
-            key,
-            f"{context:g}: vLLM's context is shorter than policy.max_total_sequence_length ({trained_length:g}), so a "
-            "longer prompt ends the run with an error, and responses are cut off; make them equal",
-        )
-
-
-@rule("GM305", "error", "NeMo-RL `grpo.setup`")
+@rule("GM305", "error", "NeMo-RL `grpo.setup`", refusals=("force_on_policy_ratio",))
 def _several_steps_on_policy(facts: RecipeFacts) -> Iterator[Hit]:
     """`force_on_policy_ratio` with several optimiser steps per rollout batch."""
     batch = facts.number(_BATCH)
@@ -177,7 +151,12 @@ def _indivisible_rollouts(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
-@rule("GM307", "error", "NeMo-RL docs/guides/dtensor-tp-accuracy.md, `Policy.__init__`")
+@rule(
+    "GM307",
+    "error",
+    "NeMo-RL docs/guides/dtensor-tp-accuracy.md, `Policy.__init__`",
+    refusals=("known batch-variant accuracy",),
+)
 def _refused_scoring_batch_size(facts: RecipeFacts) -> Iterator[Hit]:
     """Tensor parallelism of 4 or more with different batch sizes for training and scoring."""
     sizes = _differing_batch_sizes(facts)
@@ -195,7 +174,12 @@ def _refused_scoring_batch_size(facts: RecipeFacts) -> Iterator[Hit]:
     )
 
 
-@rule("GM314", "error", "NeMo-RL `_get_pack_sequence_parameters_for_megatron` (megatron/data.py)")
+@rule(
+    "GM314",
+    "error",
+    "NeMo-RL `_get_pack_sequence_parameters_for_megatron` (megatron/data.py)",
+    refusals=("_get_pack_sequence_parameters_for_megatron",),
+)
 def _padding_of_packed_sequences(facts: RecipeFacts) -> Iterator[Hit]:
     """Packed sequences padded to lengths that context and sequence parallelism can't split."""
     key, megatron = "policy.make_sequence_length_divisible_by", "policy.megatron_cfg"
@@ -250,3 +234,22 @@ def _large_logits(facts: RecipeFacts) -> Iterator[Hit]:
         f"{peak / 1e9:.3g} GB of an H100's {GPU_BYTES / 1e9:g} GB with "
         f"{'working memory' if is_scoring else 'their gradient and working memory'}; {fix}",
     )
+
+
+@rule(
+    "GM333",
+    "error",
+    "NeMo-RL `validate_single_controller_config`",
+    applies_to_lab=False,
+    refusals=("def validate_single_controller_config",),
+)
+def _single_controller_batch(facts: RecipeFacts) -> Iterator[Hit]:
+    """Single controller with several optimiser steps per rollout batch."""
+    batch = facts.number(_BATCH)
+    if facts.uses_single_controller and batch and facts.rollout_size and batch != facts.rollout_size:
+        yield Hit(
+            _BATCH,
+            f"{batch:g}: the single controller takes one optimiser step per rollout batch, of num_prompts_per_step x "
+            f"num_generations_per_prompt = {facts.rollout_size}",
+            fix={_BATCH: facts.rollout_size},
+        )

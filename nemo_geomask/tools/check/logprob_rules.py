@@ -21,21 +21,6 @@ _DTENSOR_CP = "policy.dtensor_cfg.context_parallel_size"
 _BACKEND_REASON = {"mcore": "works over Megatron's own process groups", "geomask_linear": "takes hidden states"}
 
 
-@rule("GM101", "warning", "NeMo-RL `apply_temperature_scaling` (megatron/train.py)")
-def _temperature_on_half_precision(facts: RecipeFacts) -> Iterator[Hit]:
-    """Temperature other than 1 with half-precision logits."""
-    # Without this setting, Megatron's logits are float32, as the DTensor trainer's always are.
-    key = "policy.megatron_cfg.defer_fp32_logits"
-    if facts.uses_megatron and facts.is_true(key) and facts.temperature != 1.0:
-        # bfloat16 has 8 significant bits, so its values between 16 and 32 are 2^-3 apart.
-        yield Hit(
-            key,
-            f"true: training divides half-precision logits by the temperature ({facts.temperature:g}) in place, which "
-            "rounds them a second time, by up to 0.06 for logits of 16 to 32, while vLLM samples from float32 logits; "
-            "set policy.generation.temperature: 1.0, or defer_fp32_logits: false",
-        )
-
-
 @rule("GM102", "error", "vLLM `logprobs_mode`; https://github.com/vllm-project/vllm/issues/42259")
 def _raw_logprobs(facts: RecipeFacts) -> Iterator[Hit]:
     """Raw log-probs, although temperature, top-p or top-k change the sampled distribution."""
@@ -91,52 +76,12 @@ def _filter_with_pooling(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
-@rule("GM105", "error", "NeMo-RL `forward_with_post_processing_fn` (megatron/train.py)")
-def _temperature_on_fused_logprobs(facts: RecipeFacts) -> Iterator[Hit]:
-    """Fused linear log-probs with a temperature other than 1."""
-    key = "policy.megatron_cfg.use_fused_linear_logprobs"
-    if facts.uses_megatron and facts.is_true(key) and facts.temperature != 1.0:
-        yield Hit(
-            key,
-            f"true: the fused path returns log-probs, and NeMo-RL divides them by the temperature "
-            f"({facts.temperature:g}) as if they were logits, so curr and prev are wrong at every token; set "
-            "policy.generation.temperature: 1.0, or use_fused_linear_logprobs: false",
-        )
-
-
-@rule("GM308", "error", "NeMo-RL `grpo.setup` (main)")
+@rule("GM308", "error", "NeMo-RL `grpo.setup` (main)", refusals=("Linear CE fusion loss is not supported",))
 def _fused_logprobs(facts: RecipeFacts) -> Iterator[Hit]:
     """Fused linear log-probs with incompatible settings."""
     key = fused_key(facts)
     if key and (required := missing_for_fused(facts)):
         yield Hit(key, f"true: the fused path needs {', '.join(required)}; set these, or false")
-
-
-@rule("GM310", "error", "NeMo-RL `_validate_use_kl_in_reward_compat`")
-def _reward_kl_without_prev(facts: RecipeFacts) -> Iterator[Hit]:
-    """KL in the reward without `prev_logprobs`."""
-    config = facts.config
-    has_error_threshold = facts.get(f"{facts.algorithm}.seq_logprob_error_threshold") is not None
-    has_reward_kl = config.use_kl_in_reward and config.reference_policy_kl_penalty
-    if has_reward_kl and config.force_on_policy_ratio and not has_error_threshold:
-        yield Hit(
-            "loss_fn.use_kl_in_reward",
-            "true needs prev, which NeMo-RL does not compute under force_on_policy_ratio: true; set "
-            "force_on_policy_ratio: false, or reference_policy_kl_penalty: 0",
-        )
-
-
-@rule("GM311", "error", "NeMo-RL `grpo.setup`")
-def _kl_without_reference(facts: RecipeFacts) -> Iterator[Hit]:
-    """KL term without reference log-probs."""
-    key = f"{facts.algorithm}.skip_reference_policy_logprobs_calculation"
-    penalty = facts.config.reference_policy_kl_penalty
-    if facts.is_true(key) and penalty:
-        yield Hit(
-            key,
-            f"true skips the log-probs that loss_fn.reference_policy_kl_penalty: {penalty:g} needs; set the penalty to "
-            "0, or this to false",
-        )
 
 
 @rule("GM313", "error", "docs/reference/loss_reference.md")
@@ -168,15 +113,3 @@ def _entropy_not_computed(facts: RecipeFacts) -> Iterator[Hit]:
     """Recorded entropies that no worker computes."""
     if lacks_entropy(facts.config) and "lab" not in facts.recipe.data:
         yield Hit("loss_fn.record.entropy", NO_ENTROPY)
-
-
-@rule("GM320", "error", "NeMo-RL `_validate_chunking_config` (megatron/setup.py)")
-def _chunks_of_float32_logits(facts: RecipeFacts) -> Iterator[Hit]:
-    """Log-probs in chunks of float32 logits under Megatron."""
-    chunk_size = facts.number(_CHUNK_SIZE) or 0
-    if facts.uses_megatron and chunk_size > 0 and not facts.is_true(_DEFERRED):
-        yield Hit(
-            _CHUNK_SIZE,
-            f"{chunk_size:g}: log-probs in chunks need half-precision logits from Megatron; set {_DEFERRED}: true, or "
-            "this to null",
-        )

@@ -82,25 +82,72 @@ def shape_of(name: str) -> ModelShape | None:
     Raises:
         ConfigError: the ``config.json`` is not one of a model.
     """
-    config = Path(name) / "config.json"
-    try:
-        text = read_text(config)
-    except FileNotFoundError:
-        text = None
-    except (OSError, ValueError) as error:  # no folder, a name that is too long, bytes that are no text
-        if os.path.isdir(name):
-            raise ConfigError(f"{config}: can't be read: {getattr(error, 'strerror', None) or error}") from None
-        text = None
-    if text is not None:
-        values = parse_text(json.loads, text, config, format_name="JSON")
+    config = _local_config(Path(name))
+    if config is not None:
         try:
-            return shape_from_config(values)
+            return shape_from_config(config)
         except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-            raise ConfigError(f"{config}: not the configuration of a model: {error}") from None
+            raise ConfigError(f"{name}/config.json: not the configuration of a model: {error}") from None
     for pattern, sizes, other_values in _PUBLISHED:
         if re.search(pattern, name.lower()):
             return shape_from_config({**dict(zip(_KEYS, sizes, strict=True)), **other_values})
     return None
+
+
+def _local_config(folder: Path) -> Mapping[str, Any] | None:
+    """Return the ``config.json`` of a model's folder; None if there is no such folder or file."""
+    path = folder / "config.json"
+    try:
+        text = read_text(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # no folder, a name that is too long, bytes that are no text
+        if os.path.isdir(folder):
+            raise ConfigError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from None
+        return None
+    values: Mapping[str, Any] = parse_text(json.loads, text, path, format_name="JSON")
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path}: not the configuration of a model, which is a mapping")
+    return values
+
+
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+_MIXTURE_TYPES = (
+    r"bailing_moe(_v2)?|dbrx|deepseek_v(2|32?)|glm4_moe(_lite)?|glm_moe_dsa|gpt_oss|granitemoe(shared)?|kimi_k2|"
+    r"minimax(_m2)?|mixtral|olmoe|phimoe|qwen2_moe|qwen3(_5|_omni|_vl)?_moe|qwen3_next"
+)
+"""Values of ``model_type`` whose models have experts even if their configuration does not count them."""
+_MIXTURES = (
+    r"mixtral-8x(7|22)b|deepseek-(v2(\.5)?|v2-lite|coder-v2(-lite)?|v3(\.[12])?|r1|r1-zero)|moonlight-16b-a3b|kimi-k2(\.\d)?|"
+    r"gpt-oss-(20|120)b|minimax-(m1|m2)(\.\d)?(-[48]0k)?|glm-(4\.5(-air)?|4\.[67]|4\.7-flash|5(\.\d)?)|qwen1\.5-moe-a2\.7b|"
+    r"qwen2-57b-a14b|qwen3-(vl-|coder-|omni-)?30b-a3b|qwen3-(vl-)?235b-a22b|qwen3-coder-480b-a35b|qwen3-next-80b-a3b|"
+    r"qwen3\.5-(35b-a3b|122b-a10b|397b-a17b)|olmoe-1b-7b|llama-4-(scout-17b-16e|maverick-17b-128e)|"
+    r"granite-3\.[01]-(1b-a400m|3b-a800m)|granite-4\.0-h?-?(tiny|small)|(ling|ring)-(mini|flash)-2\.0|ling-(lite|plus|1t)|ring-1t|"
+    r"mimo-v2-flash|(ai21-)?jamba-(v0\.1|(1\.5-)?(mini|large)(-1\.[5-7])?)|(nvidia-)?nemotron-3(\.5)?-"
+    r"((lightning|nano|nano-omni)-30b-a3b|super-120b-a12b)|phi-3\.5-moe|dbrx|ernie-4\.5-21b-a3b|gemma-4-26b-a4b|lfm2-8b-a1b"
+)
+"""Published mixtures of experts, by the whole name without its owner and :data:`_VARIANT`."""
+_VARIANT = (
+    r"(-(base|instruct|chat|thinking|reasoning|it|hf|fp8|bf16|fp4|nvfp4|int4|awq|preview|exp|terminus|v?\d[\d.]*))*"
+)
+
+
+def has_experts(name: str, overrides: Any = None) -> bool | None:
+    """Return True if a recipe's ``policy.model_name`` is a mixture of experts, False if it is none, None if unknown.
+
+    Args:
+        name: a folder that contains a ``config.json``, or the name of a published model.
+        overrides: ``policy.hf_config_overrides``, which replace what the configuration says.
+    """
+    local = _local_config(Path(name))
+    config = {**(local or {}), **(overrides if isinstance(overrides, Mapping) else {})}
+    config.update(config["text_config"] if isinstance(config.get("text_config"), Mapping) else {})
+    counts = [config[key] for key in _EXPERT_KEYS if isinstance(config.get(key), int)]
+    if counts or re.fullmatch(_MIXTURE_TYPES, str(config.get("model_type"))):
+        return max(counts, default=2) > 1
+    if local is not None:
+        return False
+    return True if re.fullmatch(f"({_MIXTURES}){_VARIANT}", name.lower().rpartition("/")[2]) else None
 
 
 def shape_from_config(config: Mapping[str, Any]) -> ModelShape | None:

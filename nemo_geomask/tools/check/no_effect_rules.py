@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from nemo_geomask.hosts.nemo_rl.facts import (
     SETTING_READERS,
+    has_dtensor_v1,
     has_kl_score_function,
     reads_setting,
     resets_reference_on_resume,
@@ -136,23 +137,6 @@ _KL_REWARD_ESTIMATOR = {"grpo": "reinforce_plus_plus", "ppo": "gae"}
 """Advantage estimator of NeMo-RL that adds the KL to the reward, by algorithm."""
 
 
-@rule("GM206", "error", "NeMo-RL `GRPOAdvantageEstimator`, `GDPOAdvantageEstimator`, `RawRewardAdvantageEstimator`")
-def _ignored_reward_kl(facts: RecipeFacts) -> Iterator[Hit]:
-    """KL moved to a reward to which no estimator adds it."""
-    config = facts.config
-    if not config.use_kl_in_reward or not config.reference_policy_kl_penalty:
-        return
-    key = f"{facts.algorithm}.adv_estimator.name"
-    estimator = facts.get(key, "gae" if facts.algorithm == "ppo" else "grpo")
-    required = _KL_REWARD_ESTIMATOR[facts.algorithm]
-    if estimator != required:
-        yield Hit(
-            "loss_fn.use_kl_in_reward",
-            f"true removes the KL from the loss, but {key}: {estimator} does not add it to the reward, so no KL keeps "
-            f"the policy close to the reference; set {key}: {required}, or use_kl_in_reward: false",
-        )
-
-
 @rule("GM207", "warning", "docs/background/kl.md")
 def _biased_kl_gradient(facts: RecipeFacts) -> Iterator[Hit]:
     """KL estimator whose gradient is not that of the KL."""
@@ -196,18 +180,6 @@ def _plain_kl_gradient(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
-@rule("GM221", "error", 'NeMo-RL `ClippedPGLossFn` (`"rewards" in data`), `grpo_train`')
-def _positive_nll_without_rewards(facts: RecipeFacts) -> Iterator[Hit]:
-    """NLL of successful samples under GRPO, whose batches have no rewards."""
-    weight = facts.config.positive_example_nll_weight
-    if weight and not facts.has_rewards:
-        yield Hit(
-            "loss_fn.positive_example_nll_weight",
-            f"{weight:g}: the term needs the rewards of the batch, which NeMo-RL passes to the loss in PPO alone, so "
-            "under GRPO it is always 0; set 0",
-        )
-
-
 @rule("GM209", "warning", "https://github.com/NVIDIA-NeMo/RL/issues/2955")
 def _reset_reference(facts: RecipeFacts) -> Iterator[Hit]:
     """Reference policy replaced by the checkpoint's when a run is resumed."""
@@ -217,23 +189,17 @@ def _reset_reference(facts: RecipeFacts) -> Iterator[Hit]:
         return
     if facts.nemo_rl is not None and not resets_reference_on_resume(facts.nemo_rl):
         return
+    # DTensor v1 lacks LoRA and replicas of shards, and takes no format of checkpoints. Later versions lack v1.
+    dtensor = "policy.dtensor_cfg"
+    is_possible = not facts.is_true(f"{dtensor}.lora_cfg.enabled") and facts.size(f"{dtensor}.dp_replicate_size") == 1
+    has_v1 = facts.nemo_rl is not None and has_dtensor_v1(facts.nemo_rl)
+    fix = {key: False, "checkpointing.model_save_format": None} if is_possible and has_v1 else {}
     yield Hit(
         key,
         "true: DTensor v2's workers copy the reference policy after they have loaded a checkpoint, so when a run is "
         f"resumed (checkpointing.enabled: true), loss_fn.reference_policy_kl_penalty: {penalty:g} applies to the "
-        f"distance to the checkpoint's policy instead of the original one; set {key}: false (DTensor v1), train with "
-        "policy.megatron_cfg.enabled: true, set the penalty to 0, or start such a run anew instead of resuming it",
+        "distance to the checkpoint's policy instead of the original one; "
+        + ("{fix} (DTensor v1), " if fix else "")
+        + "train with policy.megatron_cfg.enabled: true, set the penalty to 0, or start such a run anew",
+        fix=fix,
     )
-
-
-@rule("GM208", "error", _NEMO_RL_SOURCE, needs_loss=False)
-def _document_steps(facts: RecipeFacts) -> Iterator[Hit]:
-    """Optimiser steps counted in documents, which NeMo-RL does not support."""
-    documents = facts.get("policy.docs_per_step")
-    if "lab" not in facts.recipe.data and documents is not None:
-        yield Hit(
-            "policy.docs_per_step",
-            f"{documents}: only the lab reads this key; NeMo-RL's steps have policy.train_global_batch_size sequences; "
-            "set that and loss_fn.loss_normalization: documents, or call nemo_geomask.parallel.collect_documents in a "
-            "training loop of your own",
-        )

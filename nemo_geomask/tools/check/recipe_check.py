@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from nemo_geomask.config.strict import inline_yaml
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.objectives.variant import Part
 from nemo_geomask.recipe import Recipe, read_recipe
 from nemo_geomask.tools.check.expectation import PredictableMask, kept_fraction, predictable_masks
 from nemo_geomask.tools.check.objective_text import describe
 from nemo_geomask.tools.check.recipe_facts import MISMATCH_KL, RecipeFacts
-from nemo_geomask.tools.check.rule import Finding, Rule, load_rules
+from nemo_geomask.tools.check.rule import Finding, Hit, Rule, load_rules
+from nemo_geomask.tools.check.source_words import is_in_source
 
 if TYPE_CHECKING:
     from nemo_geomask.tools.diagnose import MeasuredRun
@@ -162,10 +164,11 @@ def check(facts: RecipeFacts, *, ignore: Collection[str] = ()) -> Report:
         unknown = next((name for name in rule.needs if getattr(facts, name) is None), None)
         if unknown is None:
             findings += [
-                Finding(rule, hit.key, hit.message, hit.origin or origins.at(hit.key))
+                Finding(rule, hit.key, _message(hit, facts), hit.origin or origins.at(hit.key), hit.fix)
                 for hit in rule.check(facts)
                 # GM001 reports an invalid setting; what the other rules make of its default would mislead.
-                if not (rule.needs_loss and facts.is_unsettled(hit.key, hit.message))
+                if not (rule.needs_loss and facts.is_unsettled(hit.key, _message(hit, facts)))
+                and (not rule.refusals or facts.nemo_rl is None or _has_any(facts.nemo_rl, rule.refusals))
             ]
         elif rule.id not in ignored_ids:
             unchecked.append((rule, unknown))
@@ -175,6 +178,25 @@ def check(facts: RecipeFacts, *, ignore: Collection[str] = ()) -> Report:
         tuple(finding for finding in findings if finding.rule.id in ignored_ids),
         tuple(unchecked),
     )
+
+
+def _has_any(checkout: Path, texts: Sequence[str]) -> bool:
+    return any(is_in_source(checkout, text) for text in texts)
+
+
+def _message(hit: Hit, facts: RecipeFacts) -> str:
+    """Return the message of a hit with its fix in words, and where a setting is inherited from."""
+    settings = []
+    for key, value in hit.fix.items():
+        entry = facts.recipe.origins.entries.get(key)
+        is_inherited = entry and entry.origin.line and entry.origin.where != str(facts.recipe.path.resolve())
+        name = "" if [*hit.fix] == [hit.key] else f"{key}: "
+        where = f" (inherited from {entry.origin})" if entry and is_inherited and name else ""
+        settings.append(f"{name}{inline_yaml(value)}{where}")
+    advice = f"set {' and '.join(settings)}" if settings else ""
+    if advice and "{fix}" not in hit.message:
+        return f"{hit.message}; {advice}"
+    return hit.message.replace("{fix}", advice)
 
 
 def _ids_in_comments(path: Path, text: str) -> set[str]:

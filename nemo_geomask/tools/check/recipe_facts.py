@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from nemo_geomask.objectives.resolved_loss import ResolvedLoss
 from nemo_geomask.objectives.variant import Variant
 from nemo_geomask.plugin_imports import NOT_IMPORTED
 from nemo_geomask.recipe import Recipe
+from nemo_geomask.tools.check.model_shapes import has_experts
 from nemo_geomask.tools.check.recipe_loss import build_recipe_loss, other_algorithm, trains_nemo_rl_loss
 
 MISMATCH_KL = 1e-3
@@ -22,13 +22,6 @@ MISMATCH_KL = 1e-3
 
 # No setting of a recipe is that large; integers beyond the range of floats are among those left out.
 _LARGEST_NUMBER = 10**30
-
-# Parts of model names by which mixtures of experts are recognised.
-_MOE_NAMES = re.compile(
-    r"\bA\d+(\.\d+)?B|\d+BA\d+|mixtral|deepseek-(v[23]|r1(?!-distill))|moonlight|gpt-oss|minimax-m|kimi-k|"
-    r"glm-?(4\.[5-9]|5)|\bmoe\b",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -119,10 +112,13 @@ class RecipeFacts:
         return self.recipe.nemo_rl
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value at a dotted key; ``default`` if it, or a section around it, is missing or null."""
+        """Return the value at a key such as ``a.b[0].c``; ``default`` if it or what is around it is missing or null."""
         value: Any = self.recipe.data
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        for part in key.replace("[", ".[").split("."):
+            if isinstance(value, list) and part[1:-1].isdecimal():
+                value = next(iter(value[int(part[1:-1]) :]), None)
+            else:
+                value = value.get(part) if isinstance(value, Mapping) else None
         return default if value is None else value
 
     def number(self, key: str) -> float | None:
@@ -139,6 +135,11 @@ class RecipeFacts:
     def is_true(self, key: str) -> bool:
         """Return True if the value at a dotted key is ``true``."""
         return self.get(key) is True
+
+    @property
+    def is_uncorrected(self) -> bool:
+        """True if neither a weight nor a mask acts on the mismatch."""
+        return not (self.config.corrects_mismatch or self.config.masks)
 
     @property
     def loss_block(self) -> Mapping[str, Any]:
@@ -162,6 +163,13 @@ class RecipeFacts:
     def has_rewards(self) -> bool:
         """True if the loss gets the rewards of its batch: NeMo-RL passes them in PPO alone, the lab always."""
         return self.algorithm == "ppo" or self.is_lab
+
+    @property
+    def validates(self) -> bool:
+        """True if NeMo-RL validates on batches of its own; NeMo-Gym validates on all its prompts."""
+        switches = (f"{self.algorithm}.val_at_start", f"{self.algorithm}.val_at_end")
+        is_wanted = (self.number(f"{self.algorithm}.val_period") or 0) > 0 or any(map(self.is_true, switches))
+        return is_wanted and not self.is_true("env.should_use_nemo_gym")
 
     @property
     def rollout_size(self) -> int | None:
@@ -220,7 +228,10 @@ class RecipeFacts:
 
     @cached_property
     def moe_key(self) -> str | None:
-        """Key whose value shows that the model is a mixture of experts; None if nothing shows it."""
+        """Key whose value shows that the model is a mixture of experts; None if nothing shows it, or it is dense."""
+        is_mixture = has_experts(str(self.get("policy.model_name", "")), self.get("policy.hf_config_overrides"))
+        if is_mixture is not None:
+            return "policy.model_name" if is_mixture else None
         expert_parallel_keys = ["policy.generation.vllm_cfg.expert_parallel_size"]
         if self.uses_dtensor:
             expert_parallel_keys.insert(0, "policy.dtensor_cfg.expert_parallel_size")
@@ -229,7 +240,7 @@ class RecipeFacts:
         for key in expert_parallel_keys:
             if (self.number(key) or 1) > 1:
                 return key
-        return "policy.model_name" if _MOE_NAMES.search(str(self.get("policy.model_name", ""))) else None
+        return None
 
     @property
     def filter_key(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from nemo_geomask.config.loss_config import LossConfig
@@ -33,8 +34,28 @@ def _doubtful_loss(facts: RecipeFacts) -> Iterator[Hit]:
             yield _hit(warning, facts)
 
 
+# Advice in the messages of this package's own problems.
+_SET = re.compile(r"\bset (?:loss_fn\.)?(\w+): ([\w-]+(?:\.\d+)?)")
+_REMOVE = re.compile(r"(?:\. R|\br)emove (\w+)")
+
+
 def _hit(problem: Problem, facts: RecipeFacts) -> Hit:
-    return Hit(nearest_to_user(problem.keys, facts) if problem.keys else "loss_fn", problem.message)
+    """Return the hit of a problem; what it says to set is the fix, and an inherited setting is set, not removed."""
+    key = nearest_to_user(problem.keys, facts) if problem.keys else "loss_fn"
+    message, fields = problem.message, LossConfig.model_fields
+    for match in _REMOVE.finditer(message):
+        inherited = f"loss_fn.{match[1]}"
+        entry = facts.recipe.origins.entries.get(inherited)
+        if match[1] in fields and entry and entry.origin.where != str(facts.recipe.path.resolve()):
+            start = "; " if match[0].startswith(".") else ""
+            advised = f"{message[: match.start()]}{start}{{fix}}{message[match.end() :]}"
+            return Hit(key, advised, fix={inherited: fields[match[1]].default})
+    advice = _SET.search(message)
+    if advice is None or advice[1] not in fields:
+        return Hit(key, message)
+    text = advice[2]
+    value = float(text) if text[0].isdigit() else {"true": True, "false": False, "null": None}.get(text, text)
+    return Hit(key, f"{message[: advice.start()]}{{fix}}{message[advice.end() :]}", fix={f"loss_fn.{advice[1]}": value})
 
 
 @rule("GM003", "error", "NeMo-RL `ClippedPGLossConfig`: extra keys are allowed and ignored")
@@ -80,7 +101,7 @@ def _mismatches(facts: RecipeFacts) -> Iterator[RefusedValue]:
     backend = generation_section(facts.nemo_rl, str(facts.get("policy.generation.backend")))
     if backend is not None and isinstance(generation, dict):
         for mismatch in mismatches(backend, generation, "policy.generation"):
-            is_harmless = _value(mismatch.key, facts) is None or "a text" in mismatch.expected
+            is_harmless = facts.get(mismatch.key) is None or "a text" in mismatch.expected
             if not mismatch.is_missing and not is_harmless and mismatch.key not in reported_keys:
                 yield mismatch
 
@@ -88,16 +109,23 @@ def _mismatches(facts: RecipeFacts) -> Iterator[RefusedValue]:
 @rule("GM008", "error", _SOURCE, needs=("nemo_rl",), needs_loss=False, applies_to_lab=False)
 def _wrong_type(facts: RecipeFacts) -> Iterator[Hit]:
     """Value of a type that NeMo-RL refuses."""
+    empty: list[str] = []
     for mismatch in _mismatches(facts):
         key, expected = mismatch.key, mismatch.expected
         if mismatch.is_missing or key in facts.recipe.unresolved:
             continue
-        value = _value(key, facts)
+        if facts.get(key) is None:
+            empty.append(key)
+            continue
+        value = facts.get(key)
         name = key.rpartition(".")[2]
         is_switch = isinstance(value, bool) and expected == "a section"
         fix = f"write {name}: {{enabled: {as_yaml(value)}}}" if is_switch else f"write {expected}"
         shown = as_yaml(value)
         yield Hit(key, f"{shown if len(shown) < 60 else shown[:57] + '...'}: NeMo-RL takes {expected} here; {fix}")
+    if empty:
+        others = f", and so are {', '.join(empty[1:])}" if empty[1:] else ""
+        yield Hit(empty[0], f"null{others}: NeMo-RL takes a value here; set it, or start with overrides that do")
 
 
 @rule("GM009", "error", _SOURCE, needs=("nemo_rl",), needs_loss=False, applies_to_lab=False)
@@ -114,14 +142,3 @@ def _missing_key(facts: RecipeFacts) -> Iterator[Hit]:
             f"{', '.join(names)}: NeMo-RL requires {'this key' if len(names) == 1 else 'these keys'} in "
             f"{section or 'every recipe'}; inherit from one of NeMo-RL's recipes by defaults:, or add what is missing",
         )
-
-
-def _value(key: str, facts: RecipeFacts) -> object:
-    """Return the value at a key such as ``a.b[0].c``; None if it is null or missing."""
-    value: object = facts.recipe.data
-    for part in key.replace("[", ".[").split("."):
-        if isinstance(value, list) and part.startswith("["):
-            value = value[int(part[1:-1])]
-        elif isinstance(value, dict):
-            value = value.get(part)
-    return value

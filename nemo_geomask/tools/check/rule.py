@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from nemo_geomask.recipe import Origin
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
@@ -20,12 +20,16 @@ class Hit:
     """Setting to which a rule applies.
 
     Attributes:
+        message: one sentence: the value, what is wrong with it, what is allowed, and the way out. Check puts the
+            settings of ``fix`` in the place of ``{fix}``, or at the end.
         origin: file and line; if None, those of the key, or of the nearest section around it that the recipe contains.
+        fix: settings that are a way out, by dotted key; empty if only the user can know them.
     """
 
     key: str  # dotted key that the message is about; the recipe may lack it
-    message: str  # one sentence: the value, what is wrong with it, what is allowed, and the fix
+    message: str
     origin: Origin | None = None
+    fix: Mapping[str, Any] = field(default_factory=dict)
 
 
 RuleFunction = Callable[[RecipeFacts], Iterator[Hit]]
@@ -41,6 +45,7 @@ class Rule:
     source: str
     check: RuleFunction
     needs: tuple[str, ...]
+    refusals: tuple[str, ...]
     needs_loss: bool
     applies_to_lab: bool
     may_be_ignored: bool
@@ -54,6 +59,7 @@ class Finding:
     key: str
     message: str
     origin: Origin | None
+    fix: Mapping[str, Any] = field(default_factory=dict)
 
 
 _rules: dict[str, Rule] = {}
@@ -65,6 +71,7 @@ def rule(
     source: str,
     *,
     needs: tuple[str, ...] = (),
+    refusals: tuple[str, ...] = (),
     needs_loss: bool = True,
     applies_to_lab: bool = True,
     may_be_ignored: bool = True,
@@ -80,6 +87,8 @@ def rule(
             ``note`` if it is worth knowing; a note never changes the exit status.
         source: document or code that shows the problem.
         needs: attributes of :class:`RecipeFacts` without which the rule can't be checked.
+        refusals: words of NeMo-RL's source without which the problem does not exist, such as those of its refusal;
+            where the checkout has none of them, the rule says nothing.
         needs_loss: False if the rule also applies to a recipe that trains no policy loss, such as one of DPO.
         applies_to_lab: False if the rule is about sections or defaults that a recipe of ``nemo-geomask lab`` lacks.
         may_be_ignored: False if neither ``--ignore`` nor a comment silences the rule.
@@ -89,7 +98,7 @@ def rule(
         assert rule_id not in _rules, f"{rule_id} is the id of another rule"
         title = (function.__doc__ or rule_id).partition("\n")[0].rstrip(".")
         _rules[rule_id] = Rule(
-            rule_id, severity, title, source, function, needs, needs_loss, applies_to_lab, may_be_ignored
+            rule_id, severity, title, source, function, needs, refusals, needs_loss, applies_to_lab, may_be_ignored
         )
         return function
 

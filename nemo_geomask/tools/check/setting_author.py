@@ -29,13 +29,14 @@ def user_keys(facts: RecipeFacts) -> Iterator[tuple[str, Origin]]:
         is_deleted = origin.line is None and not _is_present(written_key, facts)
         if origin.where in nemo_rl or is_deleted:
             continue
-        for key in (*_enclosing_sections(written_key), written_key):
+        for key in (*enclosing_sections(written_key), written_key):
             if key not in yielded:
                 yielded.add(key)
                 yield key, origin
 
 
-def _enclosing_sections(key: str) -> Iterator[str]:
+def enclosing_sections(key: str) -> Iterator[str]:
+    """Yield the dotted sections around a key, the outermost first."""
     return (key[:index] for index, letter in enumerate(key) if letter == ".")
 
 

@@ -10,35 +10,6 @@ from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
 
 
-@rule(
-    "GM334",
-    "error",
-    "NeMo-RL `validate_and_prepare_config` (automodel/setup.py), `DTensorPolicyWorker.__init__`",
-    needs_loss=False,
-)
-def _context_parallel_of_dtensor(facts: RecipeFacts) -> Iterator[Hit]:
-    """Context parallelism under DTensor with packed sequences, or with sequence parallelism."""
-    for section in trained_sections(facts):
-        if not facts.is_true(f"{section}.dtensor_cfg.enabled"):
-            continue
-        key = f"{section}.dtensor_cfg.context_parallel_size"
-        packing = f"{section}.sequence_packing.enabled"
-        sequence_parallel = f"{section}.dtensor_cfg.sequence_parallel"
-        size = facts.size(key)
-        if size > 1 and facts.is_true(packing):
-            yield Hit(
-                key,
-                f"{size} excludes {packing}: true under DTensor; set one of them to 1 or false, or train with Megatron",
-            )
-        tp = facts.size(f"{section}.dtensor_cfg.tensor_parallel_size")
-        if size > 1 and tp > 1 and facts.is_true(sequence_parallel):
-            yield Hit(
-                key,
-                f"{size} excludes {sequence_parallel}: true with tensor_parallel_size: {tp} under DTensor; set "
-                "sequence_parallel: false, or context_parallel_size: 1",
-            )
-
-
 def _shape(section: str, facts: RecipeFacts) -> ModelShape | None:
     return shape_of(str(facts.get(f"{section}.model_name", "")))
 

@@ -28,32 +28,11 @@ _SHAPING = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_l
 _SHAPE = "NeMo-RL `apply_reward_shaping` (algorithms/reward_functions.py)"
 
 
-def _validates(facts: RecipeFacts) -> bool:
-    """Return True if NeMo-RL validates on batches of its own; NeMo-Gym validates on all its prompts."""
-    section = facts.algorithm
-    if facts.is_true("env.should_use_nemo_gym"):
-        return False
-    switches = (f"{section}.val_at_start", f"{section}.val_at_end")
-    return (facts.number(f"{section}.val_period") or 0) > 0 or any(map(facts.is_true, switches))
-
-
 def _validation_batches(facts: RecipeFacts) -> tuple[int, int] | None:
     """Return the numbers of samples and of samples a batch; None if nothing is validated or one is not set."""
     samples = facts.number(f"{facts.algorithm}.max_val_samples")
     batch = facts.number(f"{facts.algorithm}.val_batch_size")
-    return (int(samples), int(batch)) if _validates(facts) and samples and batch and batch >= 1 else None
-
-
-@rule("GM216", "error", _VALIDATE, applies_to_lab=False)
-def _no_validation_batch(facts: RecipeFacts) -> Iterator[Hit]:
-    """Validation without a batch."""
-    sizes = _validation_batches(facts)
-    if sizes is not None and sizes[0] < sizes[1]:
-        yield Hit(
-            f"{facts.algorithm}.val_batch_size",
-            f"{sizes[1]} exceeds max_val_samples: {sizes[0]}: NeMo-RL validates on whole batches, here on none, and "
-            f"reports an accuracy of 0, by which checkpoints are ranked; set at most {sizes[0]}",
-        )
+    return (int(samples), int(batch)) if facts.validates and samples and batch and batch >= 1 else None
 
 
 @rule("GM217", "warning", _VALIDATE, applies_to_lab=False)
@@ -100,26 +79,6 @@ def _unranked_checkpoints(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
-@rule("GM338", "error", "NeMo-RL `grpo_train`", applies_to_lab=False)
-def _unknown_metric(facts: RecipeFacts) -> Iterator[Hit]:
-    """Metric of checkpoints that NeMo-RL does not have."""
-    metric = facts.get(_METRIC)
-    if not facts.is_true("checkpointing.enabled") or not isinstance(metric, str):
-        return
-    if not metric.startswith(("train:", "val:")):
-        yield Hit(
-            _METRIC,
-            f"{metric}: NeMo-RL stops at the first checkpoint, because the name must begin with train: or val:; set "
-            "val:accuracy, or null",
-        )
-    elif metric == "val:reward" and _validates(facts):
-        yield Hit(
-            _METRIC,
-            f"{metric}: NeMo-RL stops at the first checkpoint, because its validation reports no reward; set "
-            "val:accuracy, which is the mean reward, or null",
-        )
-
-
 @rule(
     "GM225", "error", "NeMo-RL `SingleController` (algorithms/single_controller.py), `ppo_train`", applies_to_lab=False
 )
@@ -148,33 +107,6 @@ def _shapes_by_length(facts: RecipeFacts) -> bool:
     return is_applied and facts.get(f"{section}.stop_properly_penalty_coef") is None
 
 
-@rule("GM345", "error", _SHAPE, applies_to_lab=False)
-def _shaping_that_fails(facts: RecipeFacts) -> Iterator[Hit]:
-    """Shaped rewards with missing or impossible settings."""
-    section = f"{facts.algorithm}.reward_shaping"
-    if not _shapes_by_length(facts):
-        return
-    missing = [name for name in _SHAPING if facts.get(f"{section}.{name}") is None]
-    if missing:
-        yield Hit(
-            f"{section}.{missing[0]}",
-            f"{' and '.join(missing)} not set: {section}.enabled: true needs all of {', '.join(_SHAPING)}, or "
-            "stop_properly_penalty_coef alone; without them NeMo-RL stops at the first training batch",
-        )
-    buffer, penalty = (facts.number(f"{section}.{name}") for name in _SHAPING[:2])
-    if buffer is not None and buffer <= 0:
-        yield Hit(
-            f"{section}.overlong_buffer_length",
-            f"{buffer:g} is not above 0, and NeMo-RL divides by it; set the number of tokens over which the penalty "
-            "grows",
-        )
-    if penalty is not None and penalty < 0:
-        yield Hit(
-            f"{section}.overlong_buffer_penalty",
-            f"{as_yaml(penalty)} is negative, and NeMo-RL stops at the first training batch; set {-penalty:g}",
-        )
-
-
 @rule("GM410", "warning", _SHAPE, applies_to_lab=False)
 def _length_penalty_out_of_reach(facts: RecipeFacts) -> Iterator[Hit]:
     """Length penalty that no response can reach."""
@@ -195,3 +127,20 @@ def _length_penalty_out_of_reach(facts: RecipeFacts) -> Iterator[Hit]:
             f"{longest:g}: the penalty begins at {longest - buffer:g} tokens (max_response_length - "
             f"overlong_buffer_length), but {key} limits responses to {limit:g}, so it never applies; {fix}",
         )
+
+
+@rule("GM326", "error", "NeMo-RL `grpo.setup`", refusals=("val_temperature/val_top_p/val_top_k differing",))
+def _other_sampling_in_validation(facts: RecipeFacts) -> Iterator[Hit]:
+    """Validation sampled in another way than training."""
+    for name in ("temperature", "top_p", "top_k"):
+        key, trained_key = f"policy.generation.val_{name}", f"policy.generation.{name}"
+        value, trained = facts.get(key), facts.get(trained_key)
+        if value is None or value == trained:
+            continue
+        if not facts.uses_vllm or not facts.is_true("env.should_use_nemo_gym") or name == "top_k":
+            yield Hit(
+                key,
+                f"{value}, but {trained_key}: {as_yaml(trained)}: only NeMo-Gym's rollouts with vLLM can validate with "
+                "another temperature or top-p, and none with another top-k",
+                fix={key: trained},
+            )

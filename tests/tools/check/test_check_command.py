@@ -64,13 +64,32 @@ def check(capsys):
 
 
 class TestCommand:
+    @pytest.mark.parametrize("ending", ["", ".yaml"])
+    def test_a_name_that_no_file_can_have(self, check, ending):
+        status, _, err = check("a" * 5000 + ending)
+        assert (status, err.endswith("the recipe can't be read: File name too long\n")) == (2, True)
+
+    def test_a_key_twice_and_an_inherited_one(self, write, check):
+        status, _, err = check(write(base=BASE, child=f"{CHILD}loss_fn: {{}}\n"))
+        assert (status, "duplicate key loss_fn" in err, "merge it into the existing block" in err) == (2, True, True)
+        base = BASE.replace("  ratio_clip_min: 0.2\n", "  use_cispo: true\n")
+        child = "defaults: base.yaml\nloss_fn: {name: gspo, token_level_loss: false, ratio_clip_min: 3.0e-4}\n"
+        _, out, _ = check(write(base=base, child=child))
+        assert "use name: cispo; set loss_fn.use_cispo: false (inherited from base.yaml:6), or choose" in out
+
+    def test_many_findings_of_a_rule_are_one_list(self, write, check):
+        sizes = ", ".join(f"{name}: 0" for name in ("train_global_batch_size", "train_micro_batch_size"))
+        zeros = f"policy: {{{sizes}, logprob_batch_size: 0, max_grad_norm: 0, max_total_sequence_length: 0}}\n"
+        _, out, _ = check(write(base=BASE, child=f"{CHILD}{zeros}cluster: {{num_nodes: 0, gpus_per_node: 0}}\n"))
+        assert "error GM339, 7 times: Number out of its range\n  child.yaml:5: policy.train_global_batch_size: 0" in out
+
     def test_a_clean_recipe(self, write, check):
         status, out, err = check(write(base=BASE, child=CHILD), "--gpu", "H100")
         assert (status, err) == (0, "")
         assert "L = Σ_t c_t · (k_t · ℓ_t + 0.01 · KL_t)" in out
         assert "clip(r_t, 0.8, 1.3)" in out
         assert "0 errors, 0 warnings, 0 notes" in out
-        assert "not checked without NeMo-RL's source (set NEMO_RL_ROOT to a checkout): GM205" in out
+        assert "not checked without NeMo-RL's source (set NEMO_RL_ROOT to a checkout): GM004, GM005, GM006," in out
 
     def test_an_inherited_typo_is_located_at_its_line(self, write, check):
         status, out, _ = check(write(base=BASE.replace("max: 5.0", "mx: 5.0"), child=CHILD))

@@ -16,6 +16,7 @@ import yaml
 from nemo_geomask.hosts.nemo_rl.facts import SETTING_READERS
 from nemo_geomask.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
 from nemo_geomask.tools.check import Finding, RecipeFacts, check
+from tests.tools.check.stand_in_source import write_source
 
 PLANTED = Path(__file__).parent / "planted"
 MISTAKES = yaml.safe_load((PLANTED / "mistakes.yaml").read_text(encoding="utf-8"))
@@ -59,6 +60,7 @@ def stand_in(root: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(f"{word}\n")
+    write_source(root)
     examples = root / "examples" / "configs"
     examples.mkdir(parents=True)
     (examples / "grpo.yaml").write_text(yaml.safe_dump(keys), encoding="utf-8")

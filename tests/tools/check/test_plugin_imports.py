@@ -23,7 +23,7 @@ def plugin(tmp_path, monkeypatch):
     def write(text):
         (tmp_path / "own_losses.py").write_text(f"open('imported', 'w')\n{text}")
         (tmp_path / "recipe.yaml").write_text(
-            "grpo: {num_prompts_per_step: 4}\nloss_fn: {name: own_losses:MINE}\npolicy: {precision: bf16}\n"
+            "grpo: {num_prompts_per_step: 4}\nloss_fn: {name: own_losses:MINE}\npolicy: {max_grad_norm: 0}\n"
         )
 
     yield write
@@ -64,7 +64,7 @@ def test_is_not_imported_if_the_user_says_so(plugin, capsys, tmp_path):
     assert main(["check", "recipe.yaml", "--no-import"]) == 2
     out = capsys.readouterr().out
     assert not (tmp_path / "imported").exists()
-    assert "policy.precision" in out  # the rest is judged
+    assert "policy.max_grad_norm" in out  # the rest is judged
     assert "not checked, --no-import: loss_fn.name: " in out
     assert "GM001" not in out
 

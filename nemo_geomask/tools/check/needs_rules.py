@@ -1,0 +1,130 @@
+"""Rules from the table ``requirements.toml``: settings that need others, or have to be within bounds."""
+
+from __future__ import annotations
+
+import operator
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.config.strict import as_yaml, inline_yaml
+from nemo_geomask.tools.check.recipe_facts import RecipeFacts
+from nemo_geomask.tools.check.rule import Hit, rule
+from nemo_geomask.tools.check.source_words import is_in_source
+
+_TABLE: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("requirements.toml").read_text(encoding="utf-8")
+)
+_COMPARISONS: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "above": (operator.gt, "is not above"),
+    "least": (operator.ge, "is below"),
+    "below": (operator.lt, "is not below"),
+    "most": (operator.le, "exceeds"),
+}
+"""Comparison of a number with its bound, and what to say where it is false."""
+_NULL = {"set": False}
+_LARGEST_NUMBER = 10**30  # no setting is larger
+
+
+def _value(key: str, facts: RecipeFacts) -> Any:
+    section, _, name = key.partition(".")
+    if section == "facts":
+        return getattr(facts, name)
+    return getattr(facts.config, name) if section == "loss_fn" else facts.get(key)
+
+
+def _number(key: str | float, facts: RecipeFacts) -> float | None:
+    """Return the number at a key, or a number itself; None if there is none, or one that no setting has."""
+    value = _value(key, facts) if isinstance(key, str) else key
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER
+    return value if is_number else None
+
+
+def _is_as_wanted(key: str, wanted: Any, facts: RecipeFacts) -> bool | None:
+    """Return True if a setting is as the table wants it, and None if that can't be told."""
+    value = _value(key, facts)
+    if not isinstance(wanted, Mapping):
+        return bool(value == wanted) or (value is None and (wanted is False or (wanted == 1 and wanted is not True)))
+    for test, expected in wanted.items():
+        if test == "set":
+            is_so = (value is not None) == expected
+        elif test == "not":
+            is_so = value != expected
+        elif value is None:
+            return None
+        elif test == "like":
+            is_so = any(fnmatchcase(str(value), pattern) for pattern in _as_list(expected))
+        else:
+            number, bound = _number(key, facts), _number(expected, facts)
+            if bound is None or number is None:
+                return None
+            is_so = _COMPARISONS[test][0](number, bound)
+        if not is_so:
+            return False
+    return True
+
+
+def _hits(need: Mapping[str, Any], facts: RecipeFacts) -> Iterator[Hit]:
+    if not all(_is_as_wanted(key, wanted, facts) for key, wanted in need.get("when", {}).items()):
+        return
+    missed = {key: wanted for key, wanted in need["needs"].items() if _is_as_wanted(key, wanted, facts) is False}
+    settings = {key: wanted for key, wanted in missed.items() if not isinstance(wanted, Mapping) or wanted == _NULL}
+    fix = {key: None if value == _NULL else value for key, value in need.get("fix", settings).items()}
+    key, why = need.get("at"), need.get("why", "")
+    if key and missed:
+        values = {name: None if wanted == _NULL else wanted for name, wanted in settings.items()}
+        needed = ", ".join(f"{name}: {inline_yaml(value)}" for name, value in values.items())
+        message = f"{as_yaml(_value(key, facts))}{f' needs {needed}' if needed else ''}{f': {why}' if why else ''}"
+        yield Hit(key, message, fix=fix)
+        return
+    for key, wanted in missed.items():
+        value = as_yaml(_value(key, facts))
+        own_fix = {key: fix[key]} if key in fix else {}
+        if key in settings or "set" in wanted:
+            yield Hit(key, f"{value}, but {why}", fix=own_fix)
+        else:
+            outside, nearest = _outside(key, wanted, facts)
+            yield Hit(key, f"{value} {outside}{f': {why}' if why else ''}", fix=own_fix or nearest)
+
+
+def _outside(key: str, wanted: Mapping[str, Any], facts: RecipeFacts) -> tuple[str, dict[str, Any]]:
+    """Return which bound a number is beyond, and the setting that is meant: a percentage, or another key's number."""
+    number = _number(key, facts)
+    for test, bound in wanted.items():
+        limit = _number(bound, facts) if test in _COMPARISONS else None
+        if limit is None or number is None or _COMPARISONS[test][0](number, limit):
+            continue
+        words = f"{_COMPARISONS[test][1]} {f'{bound}: ' if isinstance(bound, str) else ''}{limit:g}"
+        if bound == 1 and test == "most" and number <= 100:
+            return words, {key: number / 100}
+        is_allowed = isinstance(bound, str) and test in ("least", "most")
+        return words, {key: facts.get(str(bound))} if is_allowed else {}
+    return f"is not {' or '.join(_as_list(next(iter(wanted.values()))))}", {}
+
+
+def _as_list(patterns: str | list[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else patterns
+
+
+def _register(rule_id: str, severity: Any, title: str, source: str, needs: Any, **options: Any) -> None:
+    def check(facts: RecipeFacts) -> Iterator[Hit]:
+        for need in needs:
+            if facts.nemo_rl is None or is_in_source(facts.nemo_rl, need.get("refusal", "")):
+                yield from _hits(_named(need, facts.algorithm), facts)
+
+    check.__doc__ = title
+    refusals = tuple(need.get("refusal", "") for need in needs)  # every source contains the empty text
+    rule(rule_id, severity, source, refusals=refusals, **{"applies_to_lab": False, **options})(check)
+
+
+def _named(value: Any, algorithm: str) -> Any:
+    """Return a part of the table with the name of the recipe's algorithm in it."""
+    if isinstance(value, Mapping):
+        return {_named(key, algorithm): _named(item, algorithm) for key, item in value.items()}
+    return value.replace("{algorithm}", algorithm) if isinstance(value, str) else value
+
+
+for _id, _entry in _TABLE.items():
+    _register(_id, _entry.pop("severity", "error"), **_entry)

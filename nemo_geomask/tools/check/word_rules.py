@@ -1,0 +1,98 @@
+"""Words that NeMo-RL does not know, judged by the words in its source and in its recipes."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from nemo_geomask.recipe.input_limits import read_source
+from nemo_geomask.tools.check.recipe_facts import RecipeFacts
+from nemo_geomask.tools.check.rule import Hit, rule
+from nemo_geomask.tools.check.setting_author import enclosing_sections, user_keys
+from nemo_geomask.tools.check.source_words import words_in_recipes, words_in_source
+
+_WORD = re.compile(r"[A-Za-z][\w.-]{1,60}")
+_IMPORT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_FREE_SECTION = re.compile(r"(^|\.)(logger|loss_fn|env_vars|\w*overrides|\w*_kwargs|non_colocated_teachers)\.")
+"""Sections whose texts are free, that are checked elsewhere, or that NeMo-RL passes on to other libraries."""
+_NEAR = 0.75  # similarity of a typing error, as difflib measures it
+# No source says what vLLM takes; with fp8, NeMo-RL loads its own quantised weights.
+_OTHERS = {
+    "policy.generation.vllm_cfg.precision": ("auto", "half", "float16", "bfloat16", "float", "float32", "fp8"),
+}
+
+
+def _user_words(facts: RecipeFacts) -> Iterator[tuple[str, str]]:
+    """Yield the dotted key and the value of each word that the user wrote outside ``loss_fn`` and free text."""
+    for key, _ in user_keys(facts):
+        value = facts.get(key)
+        if not isinstance(value, str) or not _WORD.fullmatch(value) or _FREE_SECTION.search(key):
+            continue
+        if not any(facts.get(f"{section}.enabled") is False for section in enclosing_sections(key)):
+            yield key, value
+
+
+def _words(key: str, facts: RecipeFacts) -> tuple[Collection[str], Collection[str]]:
+    """Return the words that NeMo-RL knows at a key, and those to which it holds the key; empty if it accepts any."""
+    assert facts.nemo_rl is not None
+    *_, section, name = ["", *re.sub(r"\[\d+\]", "", key).split(".")]
+    known, accepted = words_in_source(facts.nemo_rl, section.removesuffix("_cfg"), name, facts.algorithm)
+    return known | words_in_recipes(facts.nemo_rl).get(name, frozenset()), _OTHERS.get(key) or accepted
+
+
+@rule(
+    "GM324",
+    "error",
+    "the comparisons in NeMo-RL's source with an error for all other words; vLLM `dtype`",
+    needs=("nemo_rl",),
+    needs_loss=False,
+    applies_to_lab=False,
+)
+def _refused_word(facts: RecipeFacts) -> Iterator[Hit]:
+    """Word that NeMo-RL refuses."""
+    for key, value in _user_words(facts):
+        _, accepted = _words(key, facts)
+        # Evaluation has datasets of its own; a name with a dot is that of a class.
+        if accepted and value not in accepted and "." not in value and "eval" not in facts.recipe.data:
+            nearest = difflib.get_close_matches(value.lower(), accepted, n=1, cutoff=0.5)
+            allowed = ", ".join(sorted(accepted)[:12])
+            yield Hit(key, f"{value}: NeMo-RL refuses it; it takes {allowed}", fix={key: nearest[0]} if nearest else {})
+
+
+@rule(
+    "GM010",
+    "warning",
+    "the words that NeMo-RL's source compares the key with, and those of its recipes",
+    needs=("nemo_rl",),
+    needs_loss=False,
+    applies_to_lab=False,
+)
+def _misspelt_word(facts: RecipeFacts) -> Iterator[Hit]:
+    """Word that looks misspelt."""
+    assert facts.nemo_rl is not None
+    for key, value in _user_words(facts):
+        known, accepted = _words(key, facts)
+        if value in known or (accepted and value not in accepted):
+            continue
+        if _IMPORT.fullmatch(value):
+            known = words_in_recipes(facts.nemo_rl).get(key.rpartition(".")[2], ()) if _lacks_name(value) else ()
+        nearest = difflib.get_close_matches(value, known, n=1, cutoff=_NEAR)
+        nearest = nearest or [word for word in sorted(known) if word.startswith(value) and len(value) > 2][:1]
+        if nearest:
+            yield Hit(key, f"{value}: neither NeMo-RL's source nor its recipes have this word", fix={key: nearest[0]})
+
+
+def _lacks_name(path: str) -> bool:
+    """Return True if an installed package does not have an import path, or its package is not installed."""
+    package, *modules, name = path.split(".")
+    spec = importlib.util.find_spec(package)
+    place = Path(next(iter(spec.submodule_search_locations or [""]), "")) if spec else None
+    if place is None:
+        return True
+    for module in modules:
+        place /= module
+    file = next((each for each in (place.with_suffix(".py"), place / "__init__.py") if each.is_file()), None)
+    return file is None or not re.search(rf"\b{name}\b", read_source(file))

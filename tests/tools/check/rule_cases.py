@@ -1,0 +1,1075 @@
+"""Cases of the rules of check: for each, settings under which it fires, and near ones under which it doesn't."""
+
+import copy
+
+from nemo_geomask.hosts.nemo_rl.facts import SETTING_READERS
+
+CLEAN = {
+    "grpo": {"num_prompts_per_step": 32, "num_generations_per_prompt": 16},
+    "loss_fn": {"name": "clipped_pg", "reference_policy_kl_penalty": 0.0},
+    "policy": {
+        "model_name": "meta-llama/Llama-3.1-8B",
+        "train_global_batch_size": 128,
+        "train_micro_batch_size": 4,
+        "logprob_batch_size": 4,
+        "max_total_sequence_length": 4096,
+        "precision": "bfloat16",
+        "dtensor_cfg": {"enabled": False},
+        "megatron_cfg": {"enabled": True, "tensor_model_parallel_size": 1},
+        "sequence_packing": {"enabled": True},
+        "generation": {
+            "backend": "vllm",
+            "max_new_tokens": 2048,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": None,
+            "colocated": {"enabled": True},
+            "vllm_cfg": {
+                "precision": "bfloat16",
+                "kv_cache_dtype": "auto",
+                "async_engine": False,
+                "logprobs_mode": "processed_logprobs",
+            },
+            "vllm_kwargs": {},
+        },
+    },
+}
+
+TEMPERATURE = "policy.generation.temperature"
+TOP_P = "policy.generation.top_p"
+MODE = "policy.generation.vllm_cfg.logprobs_mode"
+KWARGS = "policy.generation.vllm_kwargs"
+REPLAY = "policy.router_replay.enabled"
+FUSED = "policy.megatron_cfg.use_fused_linear_logprobs"
+FUSED_BEFORE = "policy.megatron_cfg.use_linear_ce_fusion_loss"
+CHUNKS = {"policy.logprob_chunk_size": 1024}
+DEFERRED = {"policy.megatron_cfg.defer_fp32_logits": True}
+PACKING = "policy.sequence_packing.enabled"
+TRAINED = "policy.sequence_packing.train_mb_tokens"
+SCORED = "policy.sequence_packing.logprob_mb_tokens"
+GEOMASK = "loss_fn.logprob_backend"
+TP = "policy.megatron_cfg.tensor_model_parallel_size"
+SCORING = "policy.logprob_batch_size"
+BATCH = "policy.train_global_batch_size"
+MASKS = "loss_fn.masks"
+CORRECT = "loss_fn.use_importance_sampling_correction"
+LEVEL = "loss_fn.is_correction_level"
+PENALTY = "loss_fn.reference_policy_kl_penalty"
+KL = {"loss_fn.reference_policy_kl_penalty": 0.1}
+KL_TYPE = "loss_fn.reference_policy_kl_type"
+KL_IN_REWARD = {"loss_fn.use_kl_in_reward": True, "grpo.adv_estimator.name": "reinforce_plus_plus"}
+ANCHOR = "loss_fn.ratio_anchor"
+FORCED = "loss_fn.force_on_policy_ratio"
+
+CARDS = {"cluster.gpus_per_node": 8, "cluster.num_nodes": 2}
+APART = {
+    "policy.generation.colocated.enabled": False,
+    "policy.generation.colocated.resources": {"gpus_per_node": 8, "num_nodes": 1},
+}
+MOE = {"policy.model_name": "Qwen/Qwen3-30B-A3B"}
+ASYNC = {
+    "grpo.async_grpo.enabled": True,
+    "policy.generation.vllm_cfg.async_engine": True,
+    "policy.generation.colocated.enabled": False,
+    CORRECT: True,
+}
+FUSED_FITS = {FUSED: True, PACKING: False}
+DTENSOR = {"policy.megatron_cfg.enabled": False, "policy.dtensor_cfg.enabled": True}
+MEGATRON = {"policy.megatron_cfg.enabled": True, "policy.dtensor_cfg.enabled": False}
+V2 = {**DTENSOR, "policy.dtensor_cfg._v2": True}
+LORA_CFG = "policy.dtensor_cfg.lora_cfg"
+LORA = {f"{LORA_CFG}.enabled": True}
+SAVED = {"checkpointing.enabled": True}
+GEOMETRIC = {"preset": "geometric", "min": 0.99, "max": 1.01}
+VETO = {"preset": "veto", "min": 0.1, "max": 10.0}
+BY_SEQUENCE = {"loss_fn.token_level_loss": False, "loss_fn.ratio_clip_min": 5e-4}
+GSPO = {"loss_fn.name": "gspo", "loss_fn.token_level_loss": False}
+# v0.7.0, as far as the rules can tell.
+OLDER = {key: key in ("policy.router_replay.enabled", "policy.quant_cfg") for key in SETTING_READERS}
+NEWEST = dict.fromkeys(SETTING_READERS, True)
+
+PADDING = "policy.make_sequence_length_divisible_by"
+CP = "policy.megatron_cfg.context_parallel_size"
+PP = "policy.megatron_cfg.pipeline_model_parallel_size"
+FIRST, LAST = (f"policy.megatron_cfg.num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
+MODEL = "policy.model_name"
+DTENSOR_TP = "policy.dtensor_cfg.tensor_parallel_size"
+DTENSOR_CP = {**DTENSOR, "policy.dtensor_cfg.context_parallel_size": 2}
+
+ON_TOTAL = {"level": "sequence", "statistic": "ratio", "min": 0.5, "max": 2.0}
+TRUNCATED = {
+    CORRECT: True,
+    "loss_fn.truncated_importance_sampling_ratio_min": 0.9999,
+    "loss_fn.truncated_importance_sampling_ratio": 1.002,
+}
+
+SINGLE = {"async_rl.min_groups_for_streaming_train": 4}
+SINGLE_FITS = {**SINGLE, "policy.train_global_batch_size": 512}
+SHAPED = {
+    "grpo.reward_shaping.overlong_buffer_length": 128,
+    "grpo.reward_shaping.overlong_buffer_penalty": 1.0,
+    "grpo.reward_shaping.max_response_length": 1152,
+}
+VLLM = "policy.generation.vllm_cfg"
+EP = "policy.megatron_cfg.expert_model_parallel_size"
+COLOCATED = "policy.generation.colocated"
+TRAINING_TYPE = "loss_fn.truncated_importance_sampling_type"
+CAP, FLOOR = "loss_fn.truncated_importance_sampling_ratio", "loss_fn.truncated_importance_sampling_ratio_min"
+CLASSES = """
+from nemo_rl.models.policy import PolicyConfig
+
+
+class MasterConfig(BaseModel, extra="allow"):
+    policy: PolicyConfig
+    grpo: Annotated[dict[str, Any], Field(description="any")]
+
+
+class PolicyConfig(TypedDict):
+    train_micro_batch_size: int
+    precision: "str"
+    # Comments and optional keys.
+    optional_size: NotRequired[int | None]
+    dtensor_cfg: EnabledConfig | DisabledConfig
+    names: NotRequired[list[str]]
+
+
+class EnabledConfig(TypedDict):
+    enabled: Literal[True]
+    size: int
+
+
+class DisabledConfig(TypedDict):
+    enabled: Literal[False]
+"""
+TYPED = {"reads": NEWEST, "classes": CLASSES}
+NORMALIZE = "loss_fn.is_correction_batch_normalize"
+
+# By rule: (fires, doesn't); each is changes to CLEAN, with `gpu`, `kl` and `reads`: what NeMo-RL reads. Its example
+# configs have CLEAN's keys and PADDING.
+ETP = "policy.megatron_cfg.expert_tensor_parallel_size"
+COPIED_EXPERTS = {
+    **MOE,
+    "reads": NEWEST,
+    "megatron": "expert_parallel = config.expert_model_parallel_size > 1",
+    TP: 2,
+    EP: 1,
+    ETP: 1,
+}
+PLUS_PLUS = {"grpo.adv_estimator.name": "reinforce_plus_plus"}
+VALIDATED = {"grpo.val_period": 10, "grpo.val_batch_size": 256}
+RANKED = {
+    "grpo.val_period": 10,
+    "checkpointing.enabled": True,
+    "checkpointing.metric_name": "val:accuracy",
+    "checkpointing.keep_top_k": 3,
+}
+RATE, OTHER_RATE = "policy.megatron_cfg.optimizer.lr", "policy.optimizer.kwargs.lr"
+MIN_RATE = "policy.megatron_cfg.optimizer.min_lr"
+OPTIMIZER = "policy.megatron_cfg.optimizer"
+ADAPTED = {**V2, **LORA, f"{LORA_CFG}.use_triton": True}
+SHAPING = "grpo.reward_shaping.enabled"
+CLIP_MIN = "loss_fn.ratio_clip_min"
+CLIP_MAX = "loss_fn.ratio_clip_max"
+IN_REWARD = "loss_fn.use_kl_in_reward"
+RESPONSES = "grpo.num_generations_per_prompt"
+VALIDATED_SAMPLES = "grpo.max_val_samples"
+METRIC = "checkpointing.metric_name"
+SAMPLER_PRECISION = "policy.generation.vllm_cfg.precision"
+SAVE_PERIOD = "checkpointing.save_period"
+MICROBATCH = "policy.train_micro_batch_size"
+ASYNC_PPO = "ppo.async_ppo.enabled"
+ESTIMATOR = "grpo.adv_estimator.name"
+THRESHOLD = "grpo.seq_logprob_error_threshold"
+NLL = "loss_fn.positive_example_nll_weight"
+DYNAMIC = "policy.dynamic_batching.enabled"
+BACKEND = "policy.generation.backend"
+PEFT = "policy.megatron_cfg.peft.enabled"
+RESPONSE = "policy.generation.max_new_tokens"
+RESAMPLED = "grpo.use_dynamic_sampling"
+BALANCING = "policy.megatron_cfg.moe_router_load_balancing_type"
+IN_FLIGHT = "grpo.async_grpo.in_flight_weight_updates"
+RECOMPUTED = "grpo.async_grpo.recompute_kv_cache_after_weight_updates"
+ASYNC[RECOMPUTED] = True
+COEFFICIENT = "grpo.reward_shaping.stop_properly_penalty_coef"
+DISTILLED = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
+AGENTIC = {
+    f"{KWARGS}.quantization": "int4",
+    "grpo.max_rollout_turns": 8,
+    CORRECT: True,
+    LEVEL: "sequence_mean",
+    ESTIMATOR: "grpo",
+}
+SCALING, STOP, ESTIMATES = "grpo.reward_scaling", "grpo.stop_at_validation_metric", "grpo.adv_estimator"
+SCALED = {"enabled": True, "source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 1.0}
+LEFT_OUT = {"name": "grpo", "normalize_rewards": True, "use_leave_one_out_baseline": True}
+THRESHOLD_OF_STOP = "grpo.stop_at_validation_threshold"
+GYM = "env.should_use_nemo_gym"
+SAVE_FORMAT = "checkpointing.model_save_format"
+PER_LOADER = "data.num_prompts_per_dataloader"
+SPLIT = "data.train.split_validation_size"
+CASES = {
+    "GM001": [({"loss_fn.ratio_clip_mim": 0.1}, {CLIP_MIN: 0.1})],
+    "GM002": [
+        ({**GSPO, CLIP_MIN: 0.2, CLIP_MAX: 4e-4}, GSPO),
+        ({CORRECT: True, TRAINING_TYPE: "tis"}, {CORRECT: True}),
+        ({"loss_fn.name": "dppo", ANCHOR: "prev"}, {"loss_fn.name": "dppo"}),
+        ({"loss_fn.name": "ipo", ANCHOR: "prev"}, {"loss_fn.name": "ipo", ANCHOR: "prev", CORRECT: True}),
+        ({"loss_fn.name": "dppo", ANCHOR: "prev"}, {"loss_fn.name": "vespo", ANCHOR: "prev"}),
+    ],
+    "GM003": [
+        ({"loss_fn.name": None, MASKS: [VETO]}, {MASKS: [VETO]}),
+        ({"loss_fn.name": None, MASKS: [VETO]}, {"loss_fn.name": None, CLIP_MIN: 0.3}),
+        ({"loss_fn.name": None, MASKS: [VETO]}, {"loss_fn.name": None, MASKS: [VETO], "lab.num_threads": 1}),
+    ],
+    "GM007": [({"data.train.path": "${oc.env:NOWHERE_KNOWN}/x"}, {"data.train.path": "${policy.model_name}/x"})],
+    "GM004": [
+        ({"lossfn": {"name": "gspo"}, "reads": NEWEST}, {"loss_fn.name": "gspo", **GSPO, "reads": NEWEST}),
+        ({"loss": {"name": "gspo"}, "reads": NEWEST}, {"value_loss_fn": {"x": 1}, "reads": NEWEST}),
+        ({"Loss_fn": {"name": "gspo"}, "reads": NEWEST}, {"losses_of_ours": {"x": 1}, "reads": NEWEST}),
+        ({"lossfn": 1, "loss_fn.zzz": 1, "reads": NEWEST}, {"lossfn": 1, "lab.num_threads": 1, "reads": NEWEST}),
+    ],
+    "GM005": [
+        ({"polcy": {"model_name": "x"}, "reads": NEWEST}, {MODEL: "x", "reads": NEWEST}),
+        ({"ours": {"size": 8}, "reads": NEWEST}, {"ours": {"size": 8}, BATCH: "${ours.size}", "reads": NEWEST}),
+        ({"ours": 8, "reads": NEWEST}, {"ours": 8, BATCH: "${ours}", "reads": NEWEST}),
+    ],
+    "GM006": [
+        ({"policy.train_micro_batch_sze": 4, "reads": NEWEST}, {MICROBATCH: 4, "reads": NEWEST}),
+        ({"policy.sequence_packing.enabld": True, "reads": NEWEST}, {PACKING: True, "reads": NEWEST}),
+        # Another name, which NeMo-RL has in no example: a word more, one letter of few, a section that none has.
+        ({"grpo.num_prompts_per_stp": 4, "reads": NEWEST}, {"grpo.num_val_prompts_per_step": 4, "reads": NEWEST}),
+        ({"policy.generation.temprature": 1.0, "reads": NEWEST}, {"policy.generation.top_n": 0, "reads": NEWEST}),
+        ({"policy.generatio": {}, "reads": NEWEST}, {"policy.tokenizer.train_micro_batch_sze": 4, "reads": NEWEST}),
+    ],
+    "GM008": [
+        ({MICROBATCH: "four", **TYPED}, {MICROBATCH: "4", **TYPED}),
+        ({"policy.optional_size": 1.5, **TYPED}, {"policy.optional_size": None, **TYPED}),
+        ({"policy.dtensor_cfg": True, **TYPED}, {"policy.dtensor_cfg": {"enabled": False, "size": "x"}, **TYPED}),
+        (
+            {"policy.dtensor_cfg": {"enabled": True, "size": []}, **TYPED},
+            {"policy.dtensor_cfg": {"enabled": True, "size": 2.0}, **TYPED},
+        ),
+        ({"policy.names": "a", **TYPED}, {"policy.names": ["a"], **TYPED}),
+        ({"policy.names": [1], **TYPED}, {"policy.names": [], **TYPED}),
+        # v0.6.0 validates nothing.
+        (
+            {"policy.names": "a", **TYPED},
+            {
+                "policy.names": "a",
+                "reads": NEWEST,
+                "classes": CLASSES.replace('(BaseModel, extra="allow")', "(TypedDict)"),
+            },
+        ),
+    ],
+    "GM009": [
+        ({"policy.dtensor_cfg": {"enabled": True}, **TYPED}, {"policy.dtensor_cfg": {"enabled": False}, **TYPED})
+    ],
+    "GM101": [
+        (
+            {"policy.megatron_cfg.defer_fp32_logits": True, TEMPERATURE: 0.7},
+            {"policy.megatron_cfg.defer_fp32_logits": True},
+        ),
+        ({"policy.megatron_cfg.defer_fp32_logits": True, TEMPERATURE: 0.7}, {TEMPERATURE: 0.7}),
+    ],
+    "GM102": [
+        ({MODE: "raw_logprobs", TEMPERATURE: 0.7}, {TEMPERATURE: 0.7}),
+        ({MODE: "raw_logprobs", TOP_P: 0.9}, {MODE: "raw_logprobs"}),
+        # Not set: vLLM's own default where NeMo-RL reads the key, processed where it does not.
+        ({MODE: None, TOP_P: 0.9, "reads": NEWEST}, {MODE: None, TOP_P: 0.9, "reads": OLDER}),
+        ({MODE: "raw_logprobs", TOP_P: 0.9}, {MODE: "raw_logprobs", TOP_P: 0.9, BACKEND: "sglang"}),
+    ],
+    "GM103": [
+        ({"policy.generation.bad_words": ["x"]}, {"policy.generation.bad_words": ["x"], MODE: "raw_logprobs"}),
+        ({"policy.generation.bad_words": ["x"]}, {"policy.generation.bad_words": []}),
+    ],
+    "GM104": [
+        ({TOP_P: 0.9, MASKS: [GEOMETRIC]}, {MASKS: [GEOMETRIC]}),
+        ({TOP_P: 0.9, MASKS: [GEOMETRIC]}, {TOP_P: 0.9, MASKS: [{"preset": "icepop", "max": 5.0}]}),
+        ({"policy.generation.top_k": 50, CORRECT: True, LEVEL: "sequence_mean"}, {TOP_P: 0.9, CORRECT: True}),
+        (
+            {
+                TOP_P: 0.9,
+                CORRECT: True,
+                TRAINING_TYPE: "seq-mask-tis",
+                "loss_fn.truncated_importance_sampling_ratio": 1.002,
+                "loss_fn.truncated_importance_sampling_ratio_min": 0.99,
+            },
+            {TOP_P: 0.9},
+        ),
+    ],
+    "GM105": [({**FUSED_FITS, TEMPERATURE: 0.7}, FUSED_FITS), ({**FUSED_FITS, TEMPERATURE: 0.7}, {TEMPERATURE: 0.7})],
+    "GM106": [
+        ({"gpu": "A100"}, {"gpu": "A100", f"{KWARGS}.disable_cascade_attn": True}),
+        ({"gpu": "NVIDIA-L20"}, {"gpu": "H100"}),
+        ({"gpu": "NVIDIA A100 80GB PCIe"}, {"gpu": "NVIDIA H100 80GB HBM3"}),
+        ({"gpu": "A100-SXM4-80GB", f"{KWARGS}.disable_cascade_attn": False}, {"gpu": "B200"}),
+        ({"gpu": "A100"}, {"gpu": "A100", BACKEND: "sglang"}),
+    ],
+    "GM107": [
+        ({f"{KWARGS}.quantization": "fp8"}, {f"{KWARGS}.quantization": "fp8", CORRECT: True}),
+        ({f"{KWARGS}.quantization": "fp8"}, {f"{KWARGS}.quantization": "fp8", MASKS: [VETO]}),
+        (
+            {"policy.generation.quant_cfg": "nvfp4"},
+            {"policy.generation.quant_cfg": "nvfp4", "policy.quant_cfg": "nvfp4"},
+        ),
+    ],
+    "GM108": [
+        (MOE, {**MOE, REPLAY: True}),
+        (MOE, {}),
+        (MOE, {MODEL: "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"}),
+        ({EP: 8}, {EP: 1}),
+        # Where there is no replay to switch on, a correction will do.
+        (
+            {**MOE, "reads": dict.fromkeys(SETTING_READERS, False)},
+            {**MOE, "reads": dict.fromkeys(SETTING_READERS, False), MASKS: [VETO]},
+        ),
+        (
+            {**MOE, "policy.megatron_cfg.enabled": False, "policy.dtensor_cfg.enabled": True},
+            {**MOE, "policy.megatron_cfg.enabled": False, "policy.dtensor_cfg.enabled": True, CORRECT: True},
+        ),
+    ],
+    "GM109": [
+        ({**MOE, BALANCING: "seq_aux_loss"}, {**MOE, BALANCING: "none"}),
+        ({**MOE, BALANCING: ["none", "aux_loss"]}, {BALANCING: "aux_loss"}),
+    ],
+    "GM110": [
+        ({**ASYNC, IN_FLIGHT: True, RECOMPUTED: False}, {**ASYNC, IN_FLIGHT: True}),
+        ({**ASYNC, RECOMPUTED: False}, {**ASYNC, RECOMPUTED: False, f"{VLLM}.enable_prefix_caching": False}),
+        (
+            {**ASYNC, RECOMPUTED: False, IN_FLIGHT: True, f"{VLLM}.enable_prefix_caching": False},
+            {**ASYNC, RECOMPUTED: False, BACKEND: "megatron"},
+        ),
+    ],
+    "GM117": [
+        ({MODEL: DISTILLED, f"{VLLM}.enforce_eager": False}, {MODEL: DISTILLED, f"{VLLM}.enforce_eager": True}),
+        (
+            {MODEL: DISTILLED, f"{VLLM}.enforce_eager": False},
+            {MODEL: DISTILLED, f"{KWARGS}.compilation_config.backend": "eager"},
+        ),
+        ({"policy.quant_cfg": "NVFP4_DEFAULT_CFG"}, {"policy.quant_cfg": "NVFP4_W4A16_CFG"}),
+    ],
+    "GM118": [
+        (AGENTIC, {**AGENTIC, "grpo.max_rollout_turns": 1}),
+        (AGENTIC, {**AGENTIC, f"{KWARGS}.quantization": None}),
+        (AGENTIC, {**AGENTIC, "loss_fn.is_correction_level": "token"}),
+        ({**AGENTIC, "loss_fn.name": "clipped_pg", CORRECT: False, LEVEL: None}, {**AGENTIC, ESTIMATOR: "gae"}),
+    ],
+    "GM111": [
+        ({**MOE, REPLAY: True}, {**MOE, REPLAY: True, "policy.generation.vllm_cfg.enable_prefix_caching": False}),
+        ({**MOE, REPLAY: True}, MOE),
+    ],
+    "GM112": [
+        ({SAMPLER_PRECISION: "float16"}, {SAMPLER_PRECISION: "auto"}),
+        ({"policy.precision": "float32"}, {"policy.precision": "float32", SAMPLER_PRECISION: "float32"}),
+    ],
+    "GM113": [
+        (
+            {**MOE, "policy.megatron_cfg.moe_router_bias_update_rate": 0.001},
+            {**MOE, "policy.megatron_cfg.moe_router_bias_update_rate": 0.0},
+        )
+    ],
+    "GM114": [
+        ({**MOE, **V2}, {**MOE, **DTENSOR}),
+        ({**MOE, **V2, "policy.precision": "float32"}, V2),
+        ({**MOE, **V2}, {**MOE, **V2, "policy.optimizer.kwargs.master_weights": True}),
+        ({**MOE, **V2}, {**MOE, **V2, "policy.dtensor_cfg.automodel_kwargs.force_hf": True}),
+    ],
+    "GM115": [
+        (
+            {**MOE, **V2, **LORA, f"{LORA_CFG}.target_modules": ["*experts*"]},
+            {**MOE, **V2, **LORA, f"{LORA_CFG}.target_modules": ["*_proj", "*.gate"]},
+        ),
+        (
+            {**MOE, **V2, **LORA, f"{LORA_CFG}.target_modules": "experts"},
+            {**V2, **LORA, f"{LORA_CFG}.target_modules": "experts"},
+        ),
+        # All linear layers are none of the grouped experts.
+        (
+            {**MOE, **V2, **LORA, f"{LORA_CFG}.target_modules": ["*.mlp.*"]},
+            {**MOE, **V2, **LORA, f"{LORA_CFG}.match_all_linear": True},
+        ),
+        (
+            {**MOE, **V2, **LORA, f"{LORA_CFG}.target_modules": ["*experts*"]},
+            {
+                **MOE,
+                **V2,
+                **LORA,
+                f"{LORA_CFG}.target_modules": ["*experts*"],
+                "policy.dtensor_cfg.automodel_kwargs.force_hf": True,
+            },
+        ),
+        (
+            {**MOE, **V2, **LORA, f"{LORA_CFG}.target_modules": ["*experts*"]},
+            {**MOE, **V2, f"{LORA_CFG}.target_modules": ["*experts*"], f"{LORA_CFG}.enabled": False},
+        ),
+    ],
+    "GM116": [
+        ({**V2, **LORA}, {**V2, **LORA, CORRECT: True}),
+        ({**V2, **LORA}, {**V2, **LORA, MASKS: [VETO]}),
+        ({**V2, **LORA}, V2),
+        # Megatron trains, so DTensor's section has no effect.
+        ({PEFT: True}, LORA),
+        ({PEFT: True}, {PEFT: True, "policy.precision": "float32", SAMPLER_PRECISION: "float32"}),
+    ],
+    "GM201": [
+        ({MASKS: [{"preset": "geometric", "max": 3.0}]}, {MASKS: [{"preset": "geometric", "max": 1.1}]}),
+        # One bound within reach is enough.
+        (
+            {MASKS: [{"preset": "geometric", "min": 0.5, "max": 3.0}]},
+            {MASKS: [{"preset": "geometric", "min": 0.95, "max": 3.0}]},
+        ),
+        ({MASKS: [{"preset": "geometric", "max": 3.0}]}, {MASKS: [{"preset": "icepop", "max": 3.0}]}),
+        (
+            {MASKS: [{"preset": "trust_region", "statistic": "k3", "level": "sequence_mean", "max": 1.0}]},
+            {MASKS: [{"preset": "trust_region", "statistic": "k3", "level": "sequence_mean", "max": 0.01}]},
+        ),
+        ({"loss_fn.batch_veto": {"max": 1.0}}, {"loss_fn.batch_veto": {"max": 0.1}}),
+        (
+            {
+                CORRECT: True,
+                LEVEL: "sequence_mean",
+                TRAINING_TYPE: "tis",
+                "loss_fn.truncated_importance_sampling_ratio": 2.0,
+            },
+            {CORRECT: True, LEVEL: "token", TRAINING_TYPE: "tis", "loss_fn.truncated_importance_sampling_ratio": 2.0},
+        ),
+    ],
+    "GM202": [
+        (
+            {MASKS: [{"preset": "veto", "min": 0.95, "max": 1.05}, {"preset": "geometric", "min": 0.9, "max": 1.1}]},
+            {MASKS: [{"preset": "veto", "min": 0.95, "max": 1.05}, {"preset": "geometric", "min": 0.9, "max": 1.04}]},
+        ),
+        ({MASKS: [GEOMETRIC, GEOMETRIC]}, {MASKS: [GEOMETRIC, {**GEOMETRIC, "max": 1.02, "min": 0.995}]}),
+        (
+            {MASKS: [{"preset": "product", "min": 0.9, "max": 1.1}, {"preset": "geometric", "min": 0.9, "max": 1.1}]},
+            # A product bound that leaves 1 out says nothing of the mean.
+            {MASKS: [{"preset": "product", "min": 1.05, "max": 1.1}, {"preset": "geometric", "min": 1.04, "max": 1.1}]},
+        ),
+        (
+            {MASKS: [VETO, {"preset": "icepop", "min": 0.1, "max": 10.0}]},
+            {MASKS: [{"preset": "icepop", "min": 0.1, "max": 10.0}, {"preset": "geometric", "min": 0.9, "max": 1.1}]},
+        ),
+        (
+            {
+                MASKS: [
+                    {"log_ratio": "mismatch", "level": "sequence_mean", "max": 1.05},
+                    {"log_ratio": "mismatch", "level": "sequence_mean", "max": 1.1, "when": "negative_advantage"},
+                ]
+            },
+            {
+                MASKS: [
+                    {"log_ratio": "mismatch", "level": "sequence_mean", "max": 1.05, "when": "negative_advantage"},
+                    {"log_ratio": "mismatch", "level": "sequence_mean", "max": 1.1},
+                ]
+            },
+        ),
+    ],
+    "GM203": [
+        (
+            {BATCH: 512, MASKS: [{"preset": "opsm", "delta": 0.1, "log_ratio": "policy"}]},
+            {BATCH: 128, MASKS: [{"preset": "opsm", "delta": 0.1, "log_ratio": "policy"}]},
+        ),
+        (
+            {BATCH: 512, FORCED: True, MASKS: [{"preset": "opsm", "delta": 0.1, "log_ratio": "policy"}]},
+            {BATCH: 512, FORCED: True, MASKS: [{"preset": "opsm", "delta": 0.1}]},
+        ),
+    ],
+    "GM204": [
+        (
+            {"loss_fn.sequence_level_importance_ratios": True, "loss_fn.token_level_loss": False},
+            {
+                "loss_fn.sequence_level_importance_ratios": True,
+                "loss_fn.token_level_loss": False,
+                CLIP_MIN: 0.01,
+                CLIP_MAX: 0.01,
+            },
+        ),
+        ({**GSPO, CLIP_MAX: 0.3}, {**GSPO, CLIP_MIN: 1.0}),
+        # NeMo-RL's default under gspo is GM002's.
+        ({**GSPO, CLIP_MAX: 0.3}, {**GSPO, CLIP_MAX: 0.2}),
+    ],
+    "GM205": [
+        ({MODE: "raw_logprobs", "reads": OLDER}, {MODE: "raw_logprobs", "reads": NEWEST}),
+        ({MODE: "raw_logprobs", "reads": OLDER}, {MODE: "processed_logprobs", "reads": OLDER}),
+        ({REPLAY: True, "reads": dict.fromkeys(SETTING_READERS, False)}, {REPLAY: False, "reads": OLDER}),
+    ],
+    "GM206": [
+        ({IN_REWARD: True, PENALTY: 0.01}, {IN_REWARD: True, PENALTY: 0.01, ESTIMATOR: "reinforce_plus_plus"}),
+        ({IN_REWARD: True, PENALTY: 0.01, ESTIMATOR: "gdpo"}, {IN_REWARD: True, PENALTY: 0.0}),
+        (
+            {IN_REWARD: True, PENALTY: 0.01, ESTIMATOR: "gae"},  # PPO's
+            {IN_REWARD: True, PENALTY: 0.01, ESTIMATOR: "reinforce_plus_plus"},
+        ),
+    ],
+    "GM207": [
+        ({**KL, "loss_fn.reference_policy_kl_gradient": "k1"}, {**KL, "loss_fn.reference_policy_kl_gradient": "k2"}),
+        ({**KL, KL_TYPE: "k2"}, {**KL, KL_TYPE: "k2", "loss_fn.reference_policy_kl_gradient": "k2"}),
+        ({**KL, KL_TYPE: "k2"}, {**KL, KL_TYPE: "k3"}),
+        ({**KL, KL_TYPE: "k2"}, {PENALTY: 0.0, KL_TYPE: "k2"}),
+        ({**KL, **KL_IN_REWARD, KL_TYPE: "k3"}, {**KL, **KL_IN_REWARD, KL_TYPE: "k1"}),
+        ({**KL, **KL_IN_REWARD, KL_TYPE: "k2"}, {**KL, **KL_IN_REWARD, KL_TYPE: "k1"}),
+    ],
+    "GM208": [
+        ({"policy.docs_per_step": 64}, {}),
+        ({"policy.docs_per_step": 64}, {"policy.docs_per_step": 64, "lab.num_threads": 1}),
+        ({"policy.docs_per_step": 64, "loss_fn.zzz": 1}, {"loss_fn.zzz": 1}),
+    ],
+    "GM209": [
+        ({**V2, **KL, **SAVED}, {**V2, **KL, **SAVED, "policy.dtensor_cfg._v2": False}),
+        ({**V2, **KL, **SAVED}, {**V2, **KL}),
+        ({**V2, **KL, **SAVED}, {**V2, PENALTY: 0.0, **SAVED}),
+        ({**V2, **KL, **SAVED}, {**V2, **KL, **SAVED, **MEGATRON}),
+    ],
+    "GM210": [
+        ({CLIP_MAX: 1.2}, {CLIP_MAX: 0.28}),
+        ({CLIP_MIN: 0.8}, {CLIP_MIN: 1.0}),
+        ({CLIP_MAX: 1.2}, {"loss_fn.name": "cispo", CLIP_MAX: 1.2}),
+        ({CLIP_MAX: 1.2}, {CLIP_MAX: 1.2, "loss_fn.disable_ppo_ratio": True}),
+    ],
+    "GM211": [({CLIP_MAX: 4e-4}, GSPO), ({CLIP_MIN: 3e-4}, {CLIP_MIN: 0.02})],
+    "GM212": [
+        ({CORRECT: True, TRAINING_TYPE: "tis", CAP: 0.5}, {CORRECT: True, TRAINING_TYPE: "tis", CAP: 1.0}),
+        (
+            {CORRECT: True, TRAINING_TYPE: "icepop", CAP: 5.0, FLOOR: 1.1},
+            {CORRECT: True, TRAINING_TYPE: "icepop", CAP: 5.0, FLOOR: 0.5},
+        ),
+    ],
+    "GM213": [
+        ({RESPONSES: 1}, {RESPONSES: 2}),
+        ({RESPONSES: 1}, {RESPONSES: 1, **PLUS_PLUS, "grpo.adv_estimator.minus_baseline": False}),
+        ({RESPONSES: 1, **PLUS_PLUS}, {RESPONSES: 2, **PLUS_PLUS}),
+        (
+            {RESPONSES: 2, "grpo.use_leave_one_out_baseline": True},
+            {RESPONSES: 3, "grpo.use_leave_one_out_baseline": True},
+        ),
+        (
+            {RESPONSES: 2, "grpo.adv_estimator.use_leave_one_out_baseline": True},
+            {RESPONSES: 2, "grpo.adv_estimator.use_leave_one_out_baseline": False},
+        ),
+    ],
+    "GM214": [({THRESHOLD: 0.5}, {THRESHOLD: 1.5})],
+    "GM215": [({RESPONSE: 5000}, {RESPONSE: 4096})],
+    "GM216": [
+        ({**VALIDATED, VALIDATED_SAMPLES: 64}, {**VALIDATED, VALIDATED_SAMPLES: 256}),
+        ({**VALIDATED, VALIDATED_SAMPLES: 64}, {**VALIDATED, VALIDATED_SAMPLES: 64, "grpo.val_period": 0}),
+        (
+            {"grpo.val_at_end": True, "grpo.val_batch_size": 256, VALIDATED_SAMPLES: 64},
+            {**VALIDATED, VALIDATED_SAMPLES: None},
+        ),
+        ({**VALIDATED, VALIDATED_SAMPLES: 64}, {**VALIDATED, VALIDATED_SAMPLES: 64, "env.should_use_nemo_gym": True}),
+    ],
+    "GM217": [({**VALIDATED, VALIDATED_SAMPLES: 500}, {**VALIDATED, VALIDATED_SAMPLES: 10000})],
+    "GM218": [
+        ({**RANKED, SAVE_PERIOD: 25}, {**RANKED, SAVE_PERIOD: 20}),
+        ({**RANKED, "grpo.val_period": 0}, {**RANKED, "grpo.val_period": 0, "grpo.val_at_end": True}),
+        ({**RANKED, "checkpointing.higher_is_better": False}, RANKED),
+        ({**RANKED, SAVE_PERIOD: 25}, {**RANKED, SAVE_PERIOD: 25, METRIC: "train:reward"}),
+        ({**RANKED, SAVE_PERIOD: 25}, {**RANKED, SAVE_PERIOD: 25, "checkpointing.keep_top_k": None}),
+    ],
+    "GM219": [
+        ({"inherited": {RATE: 5e-6}, OTHER_RATE: 1e-6}, {RATE: 5e-6, OTHER_RATE: 1e-6}),
+        ({"inherited": {RATE: 5e-6}, OTHER_RATE: 1e-6}, {"inherited": {OTHER_RATE: 1e-6}, RATE: 5e-6}),
+        (
+            {**DTENSOR, "inherited": {OTHER_RATE: 1e-6}, RATE: 5e-6},
+            {**DTENSOR, "inherited": {OTHER_RATE: 1e-6}, RATE: 1.000001e-6},
+        ),
+    ],
+    "GM220": [
+        ({"policy.dtensor_cfg.lora_cfg.enabled": True}, {PEFT: True}),
+        ({**DTENSOR, PEFT: True}, {**DTENSOR, "policy.dtensor_cfg.lora_cfg.enabled": True}),
+        (
+            {**DTENSOR, "checkpointing.pretrained_checkpoint": {"path": "x"}},
+            {"checkpointing.pretrained_checkpoint": {"path": "x"}},
+        ),
+    ],
+    "GM221": [({NLL: 0.1}, {NLL: 0.0}), ({NLL: 0.1}, {NLL: 0.1, "ppo": {}})],
+    "GM226": [
+        *(
+            ({SCALING: {**SCALED, name: value}}, {SCALING: {**SCALED, name: value, "enabled": False}})
+            for name, value in (("source_max", 0.0), ("source_min", 2.0), ("target_max", -1.0))
+        ),
+        *(
+            ({STOP: "accuracy", THRESHOLD_OF_STOP: 90}, {STOP: metric, THRESHOLD_OF_STOP: limit})
+            for metric, limit in (("accuracy", 0.9), ("avg_length", 90))
+        ),
+        ({STOP: "reward", THRESHOLD_OF_STOP: 0.9}, {STOP: "reward", THRESHOLD_OF_STOP: 0.9, GYM: True}),
+    ],
+    "GM227": [
+        (
+            {ESTIMATES: LEFT_OUT, SHAPING: True, **SHAPED},
+            {ESTIMATES: {**LEFT_OUT, "use_leave_one_out_baseline": False}, SHAPING: True, **SHAPED},
+        ),
+        ({ESTIMATES: LEFT_OUT, SCALING: SCALED}, {ESTIMATES: LEFT_OUT}),
+        (
+            {**ASYNC, "grpo.async_grpo.max_trajectory_age_steps": 4},
+            {**ASYNC, "grpo.async_grpo.max_trajectory_age_steps": 4, IN_FLIGHT: True},
+        ),
+        ({PENALTY: 10.0}, {PENALTY: 0.05}),
+    ],
+    "GM346": [
+        ({**SINGLE_FITS, "async_rl.min_groups_for_streaming_train": 64}, SINGLE_FITS),
+        ({**SINGLE_FITS, **SAVED, METRIC: "val:accuracy"}, {**SINGLE_FITS, **SAVED, METRIC: "train:loss"}),
+        *(
+            (fires, {**fires, **settled})
+            for fires, settled in (
+                ({"policy.draft.enabled": True}, {PACKING: False}),
+                ({"policy.draft.enabled": True, PACKING: False, **DTENSOR}, MEGATRON),
+                ({**DTENSOR, "policy.dtensor_cfg.dp_replicate_size": 2}, {"policy.dtensor_cfg._v2": True}),
+                ({**DTENSOR, **SAVED, SAVE_FORMAT: "safetensors"}, {SAVE_FORMAT: None}),
+                ({**DTENSOR, **SAVED, SAVE_FORMAT: "safetensors"}, V2),
+                ({"grpo.invalid_tool_call_advantage": -5.0}, {GYM: True}),
+                ({"reward_penalties.penalize_empty_final_answer": True}, {GYM: True}),
+                ({"async_rl.sampler.name": "ready_first", BATCH: 512}, {CORRECT: True}),
+                ({"async_rl.sampler.name": "ready_first", BATCH: 512, CORRECT: True, FORCED: True}, {FORCED: False}),
+                (
+                    {"async_rl.x": 1, BATCH: 512, "data.use_multiple_dataloader": True},
+                    {"async_rl": None, PER_LOADER: 8},
+                ),
+                ({"data.use_multiple_dataloader": True}, {PER_LOADER: 8}),
+                ({STOP: "accuracy"}, {THRESHOLD_OF_STOP: 0.9}),
+                ({STOP: "pass_k", THRESHOLD_OF_STOP: 0.9}, {"grpo.val_num_generations_per_prompt": 4}),
+                ({**VALIDATED, "data.validation": None, SPLIT: 0}, {SPLIT: 0.05}),
+                ({**VALIDATED, "data.validation": None, SPLIT: 0}, {"data.validation": {"data_path": "x"}}),
+                (
+                    {"ppo.x": 1, "value.dtensor_cfg.enabled": True, "value.sequence_packing.enabled": True},
+                    {"ppo": None},
+                ),
+            )
+        ),
+    ],
+    "GM222": [
+        ({"grpo.advantage_clip_low": 0.2}, {"grpo.advantage_clip_low": -0.2}),
+        ({"grpo.advantage_clip_high": -5}, {"grpo.advantage_clip_high": 5}),
+        (
+            {"grpo.advantage_clip_low": 5, "grpo.advantage_clip_high": -5},
+            {"grpo.advantage_clip_low": -5, "grpo.advantage_clip_high": 5},
+        ),
+    ],
+    "GM224": [
+        ({"inherited": {"policy.tokenizer.name": "a/b"}}, {"policy.tokenizer.name": "a/b"}),
+        (
+            {"inherited": {"policy.tokenizer.name": "a/b"}},
+            {"inherited": {"policy.tokenizer.name": "${policy.model_name}"}},
+        ),
+    ],
+    "GM225": [
+        ({**SINGLE_FITS, SHAPING: True, **SHAPED}, SINGLE_FITS),
+        ({**SINGLE_FITS, "grpo.overlong_filtering": True}, {"grpo.overlong_filtering": True}),
+        ({**SINGLE_FITS, RESAMPLED: True}, {RESAMPLED: True}),
+        ({**SINGLE_FITS, "grpo.reward_scaling.enabled": True}, {"grpo.reward_scaling.enabled": True}),
+        # A NeMo-RL without a single controller.
+        (
+            {**SINGLE_FITS, "grpo.overlong_filtering": True},
+            {**SINGLE_FITS, "grpo.overlong_filtering": True, "reads": NEWEST},
+        ),
+        ({"ppo.use_dynamic_sampling": True}, {"ppo.use_dynamic_sampling": False}),
+    ],
+    "GM301": [({**ASYNC, CORRECT: False}, ASYNC), ({**ASYNC, CORRECT: False}, {CORRECT: False})],
+    "GM302": [
+        ({**ASYNC, "policy.generation.vllm_cfg.async_engine": False}, ASYNC),
+        ({**ASYNC, "policy.generation.colocated.enabled": True}, ASYNC),
+        ({**ASYNC, "policy.generation.colocated.enabled": True}, {"policy.generation.colocated.enabled": True}),
+    ],
+    "GM303": [({SAMPLER_PRECISION: "fp8"}, {SAMPLER_PRECISION: "fp8", CORRECT: True})],
+    "GM304": [
+        (
+            {"policy.generation.vllm_cfg.kv_cache_dtype": "fp8"},
+            {"policy.generation.vllm_cfg.kv_cache_dtype": "fp8", SAMPLER_PRECISION: "fp8", CORRECT: True},
+        ),
+        ({"policy.generation.vllm_cfg.kv_cache_dtype": "fp8", SAMPLER_PRECISION: "fp8", CORRECT: True, PP: 2}, {PP: 2}),
+    ],
+    "GM305": [({FORCED: True}, {FORCED: True, BATCH: 512})],
+    "GM306": [({BATCH: 100}, {BATCH: 256})],
+    "GM307": [
+        ({TP: 4, SCORING: 8}, {TP: 4}),
+        ({TP: 4, SCORING: 8}, {TP: 2, SCORING: 8}),
+        ({TP: 4, SCORING: 8}, {TP: 4, SCORING: 8, FORCED: True, BATCH: 512}),
+    ],
+    "GM308": [
+        ({FUSED: True}, FUSED_FITS),
+        ({**FUSED_FITS, CP: 2}, FUSED_FITS),
+        ({**FUSED_FITS, TOP_P: 0.9}, {TOP_P: 0.9}),
+        # v0.7.0 has it under another name, for other losses; main does not read that name.
+        ({FUSED_BEFORE: True, PACKING: False, "reads": OLDER}, {FUSED_BEFORE: True, PACKING: False, "reads": NEWEST}),
+        ({FUSED_BEFORE: True, PACKING: False}, FUSED_FITS),
+    ],
+    "GM309": [
+        ({REPLAY: True, BACKEND: "megatron"}, {REPLAY: True}),
+        ({REPLAY: True, "policy.megatron_cfg.virtual_pipeline_model_parallel_size": 2}, {REPLAY: True}),
+        ({**ASYNC, REPLAY: True, "data_plane.enabled": True}, {REPLAY: True, "data_plane.enabled": True}),
+    ],
+    "GM310": [
+        ({IN_REWARD: True, PENALTY: 0.1, FORCED: True, BATCH: 512}, {IN_REWARD: True, PENALTY: 0.1}),
+        (
+            {IN_REWARD: True, PENALTY: 0.1, FORCED: True, BATCH: 512},
+            {IN_REWARD: True, PENALTY: 0.1, FORCED: True, BATCH: 512, THRESHOLD: 2.0},
+        ),
+    ],
+    "GM311": [
+        (
+            {"grpo.skip_reference_policy_logprobs_calculation": True, PENALTY: 0.1},
+            {"grpo.skip_reference_policy_logprobs_calculation": True},
+        )
+    ],
+    "GM312": [({"policy.dtensor_cfg.enabled": True}, {}), ({"policy.megatron_cfg.enabled": False}, DTENSOR)],
+    "GM313": [
+        ({GEOMASK: "geomask", TOP_P: 0.9}, {GEOMASK: "geomask"}),
+        (
+            {GEOMASK: "geomask", **FUSED_FITS, FUSED_BEFORE: True, FUSED: False},
+            {GEOMASK: "geomask", **FUSED_FITS, FUSED: False},
+        ),
+        (
+            {GEOMASK: "geomask_linear", **DTENSOR, "policy.dtensor_cfg.context_parallel_size": 2},
+            {GEOMASK: "geomask_linear", **DTENSOR},
+        ),
+        ({GEOMASK: "mcore", **FUSED_FITS}, {GEOMASK: "nemo_rl", **FUSED_FITS}),
+        ({GEOMASK: "mcore", **DTENSOR}, {GEOMASK: "geomask", **DTENSOR}),
+    ],
+    "GM314": [
+        ({PADDING: 3, CP: 2}, {PADDING: 8, CP: 2}),
+        ({PADDING: 2, CP: 2}, {PADDING: 2}),
+        ({PADDING: 4, CP: 2, TP: 4, "policy.megatron_cfg.sequence_parallel": True}, {PADDING: 4, CP: 2, TP: 4}),
+        (
+            {PADDING: 6, TP: 4, "policy.megatron_cfg.sequence_parallel": True},
+            {PADDING: 4, TP: 4, "policy.megatron_cfg.sequence_parallel": True},
+        ),
+        ({PADDING: 3, CP: 2}, {PADDING: 3, CP: 2, PACKING: False}),
+        ({PADDING: 3, CP: 2}, {PADDING: 3, CP: 2, DYNAMIC: True}),
+        ({PADDING: 3, CP: 2}, {PADDING: 3, CP: 2, **DTENSOR}),
+    ],
+    "GM315": [
+        ({ANCHOR: "gen", THRESHOLD: 1.5}, {ANCHOR: "gen", THRESHOLD: None}),
+        (
+            {ANCHOR: "gen", "on_policy_distillation": {"enabled": True}},
+            {ANCHOR: "gen", "on_policy_distillation": {"enabled": True}, MASKS: [GEOMETRIC]},
+        ),
+    ],
+    "GM319": [({"loss_fn.record": {"dir": "records", "entropy": True}}, {"loss_fn.record": {"dir": "records"}})],
+    "GM320": [(CHUNKS, {**CHUNKS, **DEFERRED}), (CHUNKS, {**CHUNKS, **DTENSOR})],
+    "GM316": [
+        ({**CARDS, TP: 3}, {**CARDS, TP: 4}),
+        ({**CARDS, TP: 4, CP: 3}, {**CARDS, TP: 4, CP: 4}),
+        ({**CARDS, **APART, TP: 16}, {**CARDS, **APART, TP: 8}),
+        ({**CARDS, **DTENSOR, DTENSOR_TP: 5}, {**CARDS, **DTENSOR}),
+        ({**CARDS, TP: 3}, {TP: 3}),
+    ],
+    "GM317": [
+        ({CP: 2, PACKING: False}, {CP: 2}),
+        ({CP: 2, PACKING: False}, {CP: 1, PACKING: False}),
+        ({CP: 2, PACKING: False}, {CP: 2, PACKING: False, **DTENSOR}),
+    ],
+    "GM318": [
+        ({MASKS: [{"preset": "m2po"}], **SINGLE}, {MASKS: [{"preset": "m2po"}]}),
+        ({MASKS: [{"preset": "m2po"}], **SINGLE}, {MASKS: [GEOMETRIC], **SINGLE}),
+        ({CORRECT: True, NORMALIZE: True, **SINGLE}, {CORRECT: True, NORMALIZE: True}),
+    ],
+    "GM401": [
+        ({CORRECT: True, LEVEL: "sequence"}, {CORRECT: True, LEVEL: "sequence_mean"}),
+        ({CORRECT: True, LEVEL: "sequence"}, {CORRECT: True, LEVEL: "sequence", RESPONSE: 512}),
+        ({CORRECT: True, LEVEL: "sequence"}, {CORRECT: True, LEVEL: "sequence", "kl": 1e-4}),
+        ({**GSPO, CORRECT: True}, {**GSPO}),
+    ],
+    "GM402": [
+        ({MASKS: [{"preset": "product", "min": 0.5, "max": 2.0}]}, {MASKS: [GEOMETRIC]}),
+        (
+            {MASKS: [{"preset": "product", "min": 0.5, "max": 2.0}]},
+            {MASKS: [{"preset": "product", "min": 0.5, "max": 2.0}], "policy.max_total_sequence_length": 300},
+        ),
+        ({MASKS: [GEOMETRIC], "kl": 0.05}, {MASKS: [GEOMETRIC]}),
+        # On the total log-ratio too; not on staleness alone.
+        ({MASKS: [{**ON_TOTAL, "log_ratio": "total"}]}, {MASKS: [{**ON_TOTAL, "log_ratio": "policy"}]}),
+        # Truncations that are masks.
+        ({**TRUNCATED, TRAINING_TYPE: "seq-mask-tis"}, {**TRUNCATED, TRAINING_TYPE: "tis"}),
+    ],
+    "GM403": [({NLL: 0.1, "ppo": {}}, {NLL: 0.1, "loss_fn.positive_example_nll_normalization": "loss", "ppo": {}})],
+    "GM404": [({TP: 2, SCORING: 8}, {SCORING: 8}), ({TP: 2, SCORING: 8}, {TP: 4, SCORING: 8})],
+    "GM405": [
+        ({"loss_fn.batch_veto": {"max": 1e-4}}, {"loss_fn.batch_veto": {"max": 0.1}}),
+        ({"loss_fn.batch_veto": {"max": 0.01}, "kl": 0.02}, {"loss_fn.batch_veto": {"max": 0.01}}),
+    ],
+    "GM406": [({"policy.generation.vllm_cfg.max_model_len": 4095}, {"policy.generation.vllm_cfg.max_model_len": 4096})],
+    "GM407": [
+        ({**GSPO, ANCHOR: "gen"}, GSPO),
+        ({**GSPO, ANCHOR: "gen"}, {**GSPO, ANCHOR: "gen", "kl": 1e-6}),
+        ({**GSPO, ANCHOR: "gen"}, {**GSPO, ANCHOR: "gen", CLIP_MIN: 0.003}),
+        (
+            {"loss_fn.sequence_level_importance_ratios": True, **BY_SEQUENCE, ANCHOR: "gen"},
+            {**BY_SEQUENCE, ANCHOR: "gen"},
+        ),
+    ],
+    "GM408": [
+        # 12 bytes of 128,256 columns a row: 12 GB are 7,797 rows.
+        ({TRAINED: 7900}, {TRAINED: 7700}),
+        ({TRAINED: 16_000, TP: 1}, {TRAINED: 15_400, TP: 2}),
+        ({TRAINED: 8000}, {TRAINED: 8000, CP: 2}),
+        ({TRAINED: 8000}, {TRAINED: 8000, GEOMASK: "geomask"}),
+        # 14 of two bytes each, of which the gradient has two too.
+        ({TRAINED: 7000, **DEFERRED}, {TRAINED: 7000}),
+        ({TRAINED: 13_000, GEOMASK: "geomask"}, {TRAINED: 13_000, GEOMASK: "geomask", **DEFERRED}),
+        ({TRAINED: 8000, **CHUNKS}, {TRAINED: 8000, **CHUNKS, **DEFERRED}),
+        ({TRAINED: 8000, **CHUNKS, **DEFERRED, TOP_P: 0.9}, {TRAINED: 8000, **CHUNKS, **DEFERRED}),
+        ({TRAINED: 8000, **CHUNKS, **DTENSOR}, {TRAINED: 8000, **CHUNKS, **DTENSOR, GEOMASK: "geomask"}),
+        ({TRAINED: 8000}, {TRAINED: 8000, MODEL: "a/b"}),
+        # Four sequences of 4,096 tokens side by side.
+        ({PACKING: False}, {PACKING: False, MICROBATCH: 1, SCORING: 1}),
+        # Scoring alone has as many, if there is any.
+        ({TRAINED: 4000, SCORED: 8000}, {TRAINED: 4000, SCORED: 8000, FORCED: True, BATCH: 512}),
+        (
+            {TRAINED: 4000, SCORED: 8000, FORCED: True, BATCH: 512, THRESHOLD: 2.0},
+            {TRAINED: 4000, SCORED: 8000, GEOMASK: "geomask"},
+        ),
+    ],
+    "GM322": [({DYNAMIC: True}, {DYNAMIC: True, PACKING: False}), ({DYNAMIC: True, PACKING: False, PP: 2}, {PP: 2})],
+    "GM324": [
+        *(
+            ({key: wrong, "reads": NEWEST}, {key: right, "reads": NEWEST})
+            for key, wrong, right in (
+                (BACKEND, "vLLM", "sglang"),
+                (ESTIMATOR, "rloo", "gdpo"),
+                ("policy.sequence_packing.algorithm", "modified_ffd", "MODIFIED_FIRST_FIT_DECREASING"),
+                ("policy.precision", "bf16", "float16"),
+                (f"{VLLM}.precision", "bf16", "half"),
+                ("data.train.dataset_name", "OpenMathInstruct2", "OpenMathInstruct-2"),
+                ("data.train.dataset_name", "OpenMathInstruct2", "my_package.MyDataset"),
+                ("env.math.math_verify_impl", "hf_math", "hf_math_verify"),
+                # What NeMo-RL passes on, or does not read, is free; a registry that a function adds to is open.
+                ("policy.precision", "bf16", "bfloat16"),
+            )
+        ),
+        (
+            {"policy.sequence_packing.algorithm": "modified_ffd", "reads": NEWEST},
+            {"policy.sequence_packing.algorithm": "modified_ffd", PACKING: False, "reads": NEWEST},
+        ),
+        (
+            {"policy.precision": "bf16", "reads": NEWEST},
+            {"policy.precision": "bf16", "lab.num_threads": 1, "reads": NEWEST},
+        ),
+        ({"policy.precision": "bf16", "reads": NEWEST}, {f"{KWARGS}.precision": "bf16", "reads": NEWEST}),
+    ],
+    "GM010": [
+        *(
+            ({key: wrong, "reads": NEWEST}, {key: right, "reads": NEWEST})
+            for key, wrong, right in (
+                ("data.default.processor", "math_data_procesor", "my_own_preparation"),
+                ("checkpointing.model_save_format", "safetensor", "torch_save"),
+                ("policy.megatron_cfg.moe_router_dtype", "fp65", "fp32"),
+                ("policy.optimizer.name", "torch.optim.AdmW", "torch.optim.Adam"),
+                ("policy.optimizer.name", "torch.optm.AdamW", "some_package.optim.AdamX"),
+                ("policy.optimizer.name", "torch.optim.AdmW", "torch.optim.lr_scheduler.LinearLR"),
+            )
+        ),
+        (
+            {"checkpointing.model_save_format": "safetensor", "reads": NEWEST},
+            {"logger.wandb.model_save_format": "safetensor", "reads": NEWEST},
+        ),
+    ],
+    "GM326": [
+        ({"policy.generation.val_temperature": 0.6}, {"policy.generation.val_temperature": 1.0}),
+        (
+            {"policy.generation.val_top_k": 20, "env.should_use_nemo_gym": True},
+            {"policy.generation.val_top_p": 0.9, "env.should_use_nemo_gym": True},
+        ),
+    ],
+    "GM327": [
+        ({"grpo.batch_multiplier": 2}, {"grpo.batch_multiplier": 1.0}),
+        ({"grpo.batch_multiplier": 2}, {"grpo.batch_multiplier": 2, RESAMPLED: True}),
+    ],
+    "GM328": [
+        ({**ASYNC, RESAMPLED: True}, {RESAMPLED: True}),
+        ({**ASYNC, "data.use_multiple_dataloader": True}, ASYNC),
+        (
+            {ASYNC_PPO: True, "ppo.max_num_epochs": -1, "ppo.reward_shaping.enabled": True},
+            {ASYNC_PPO: True, "ppo.max_num_epochs": -1},
+        ),
+        ({ASYNC_PPO: True}, {ASYNC_PPO: False}),
+        (
+            {ASYNC_PPO: True, "ppo.max_num_epochs": -1, FORCED: True},
+            {ASYNC_PPO: True, "ppo.max_num_epochs": -1, FORCED: False},
+        ),
+    ],
+    "GM329": [
+        ({**CARDS, f"{VLLM}.tensor_parallel_size": 3}, {**CARDS, f"{VLLM}.tensor_parallel_size": 4}),
+        ({**CARDS, **APART, f"{VLLM}.tensor_parallel_size": 16}, {**CARDS, f"{VLLM}.tensor_parallel_size": 16}),
+        ({f"{VLLM}.pipeline_parallel_size": 2}, {f"{VLLM}.pipeline_parallel_size": 2, f"{VLLM}.async_engine": True}),
+        (
+            {f"{VLLM}.tensor_parallel_size": 4, f"{VLLM}.expert_parallel_size": 6},
+            {f"{VLLM}.tensor_parallel_size": 4, f"{VLLM}.expert_parallel_size": 8},
+        ),
+        (
+            {f"{VLLM}.tensor_parallel_size": 4, f"{VLLM}.expert_parallel_size": 8, f"{VLLM}.async_engine": True},
+            {f"{VLLM}.tensor_parallel_size": 8, f"{VLLM}.expert_parallel_size": 8, f"{VLLM}.async_engine": True},
+        ),
+    ],
+    "GM330": [
+        ({**CARDS, EP: 3}, {**CARDS, EP: 8}),
+        ({**CARDS, EP: 16, PP: 2}, {**CARDS, EP: 16}),
+        ({**CARDS, EP: 3}, {**CARDS, EP: 3, "cluster.segment_size": 2}),
+        ({**CARDS, EP: 3}, {EP: 3}),
+    ],
+    "GM331": [
+        (
+            {**CARDS, f"{COLOCATED}": {"enabled": False, "resources": {"gpus_per_node": 8, "num_nodes": 2}}},
+            {**CARDS, **APART},
+        ),
+        ({**CARDS, f"{COLOCATED}.enabled": False}, CARDS),
+        (
+            {**CARDS, f"{COLOCATED}": {"enabled": False, "resources": {"gpus_per_node": 4, "num_nodes": 1}}},
+            {**CARDS, **APART},
+        ),
+        (
+            {**CARDS, "cluster.num_nodes": 1, f"{COLOCATED}": {"enabled": False, "resources": {"gpus_per_node": 8}}},
+            {**CARDS, "cluster.num_nodes": 1, f"{COLOCATED}": {"enabled": False, "resources": {"gpus_per_node": 4}}},
+        ),
+    ],
+    "GM332": [
+        ({**CARDS, "cluster.num_nodes": 3}, CARDS),
+        ({**CARDS, PACKING: False, MICROBATCH: 3}, {**CARDS, MICROBATCH: 3}),
+        ({**CARDS, PACKING: False, MICROBATCH: 3}, {**CARDS, PACKING: False}),
+    ],
+    "GM333": [
+        (SINGLE, SINGLE_FITS),
+    ],
+    "GM334": [
+        ({**DTENSOR_CP, PACKING: True}, {**DTENSOR_CP, PACKING: False}),
+        ({**DTENSOR_CP, PACKING: True}, {CP: 2, PACKING: True}),
+        (
+            {**DTENSOR_CP, PACKING: False, DTENSOR_TP: 2, "policy.dtensor_cfg.sequence_parallel": True},
+            {**DTENSOR_CP, PACKING: False, DTENSOR_TP: 1, "policy.dtensor_cfg.sequence_parallel": True},
+        ),
+        (
+            {**DTENSOR_CP, PACKING: False, DTENSOR_TP: 2, "policy.dtensor_cfg.sequence_parallel": True},
+            {**DTENSOR, DTENSOR_TP: 2, "policy.dtensor_cfg.sequence_parallel": True},
+        ),
+    ],
+    # Qwen2.5-7B has 28 heads and 4 key-value heads, Qwen3-30B-A3B has 32 and 4.
+    "GM335": [
+        ({MODEL: "Qwen/Qwen2.5-7B", TP: 8}, {MODEL: "Qwen/Qwen2.5-7B", TP: 4}),
+        ({MODEL: "Qwen/Qwen2.5-7B", TP: 14}, {**MOE, TP: 8}),
+        ({**MOE, **DTENSOR, DTENSOR_TP: 8}, {**MOE, **DTENSOR, DTENSOR_TP: 4}),
+        ({**MOE, TP: 3}, {MODEL: "my/own-model", TP: 3}),
+    ],
+    # Qwen3-30B-A3B has 48 layers.
+    "GM336": [
+        ({**MOE, PP: 5}, {**MOE, PP: 4}),
+        ({**MOE, PP: 5}, {**MOE, PP: 5, FIRST: 8}),
+        ({**MOE, PP: 4, FIRST: 11}, {**MOE, PP: 4, FIRST: 11, LAST: 11}),
+        ({**MOE, PP: 2, FIRST: 20, LAST: 20}, {**MOE, PP: 2, FIRST: 20, LAST: 28}),
+        ({**MOE, PP: 3, FIRST: 48}, {**MOE, **DTENSOR, PP: 5}),
+    ],
+    "GM337": [
+        (COPIED_EXPERTS, {**COPIED_EXPERTS, ETP: 2}),
+        (COPIED_EXPERTS, {**COPIED_EXPERTS, EP: 2}),
+        (COPIED_EXPERTS, {**COPIED_EXPERTS, MODEL: "Qwen/Qwen3-8B"}),
+        (COPIED_EXPERTS, {**COPIED_EXPERTS, "megatron": "or config.expert_tensor_parallel_size != tp"}),
+        (COPIED_EXPERTS, {**COPIED_EXPERTS, "megatron": ""}),
+        ({**COPIED_EXPERTS, TP: 4, ETP: 2}, {**COPIED_EXPERTS, TP: 1}),
+    ],
+    "GM338": [
+        ({**SAVED, METRIC: "val_reward"}, {**SAVED, METRIC: "val:accuracy"}),
+        ({**SAVED, **VALIDATED, METRIC: "val:reward"}, {**SAVED, **VALIDATED, METRIC: "train:reward"}),
+        ({**SAVED, METRIC: "val_reward"}, {METRIC: "val_reward"}),
+    ],
+    "GM339": [
+        ({BATCH: 0}, {BATCH: 128}),
+        ({SAVE_PERIOD: 0}, {SAVE_PERIOD: 1}),
+        ({RATE: -1e-6}, {RATE: 0.0}),
+        ({**VALIDATED, "grpo.val_batch_size": 0}, {"grpo.val_period": 0, "grpo.val_batch_size": 0}),
+        ({BATCH: 0}, {BATCH: 0, "lab.num_threads": 1}),
+        ({TEMPERATURE: 0.0}, {TEMPERATURE: 0.01}),
+        ({TEMPERATURE: 0}, {TEMPERATURE: 0, "lab.num_threads": 1}),
+        ({TOP_P: 95}, {TOP_P: 0.95}),
+        ({TOP_P: 0.0}, {TOP_P: 1}),
+        ({"policy.generation.top_k": 0}, {"policy.generation.top_k": -1}),
+        ({f"{VLLM}.gpu_memory_utilization": 80}, {f"{VLLM}.gpu_memory_utilization": 0.8}),
+        ({RATE: 5.0}, {RATE: 5e-6}),
+        ({"policy.optimizer.kwargs": {"betas": [0.9, 9.99]}}, {"policy.optimizer.kwargs": {"betas": [0.9, 0.999]}}),
+        ({"policy.max_grad_norm": 0}, {"policy.max_grad_norm": None}),
+        ({**SAVED, "checkpointing.keep_top_k": 0}, {**SAVED, "checkpointing.keep_top_k": None}),
+        ({"grpo.val_num_generations_per_prompt": 0}, {"grpo.val_num_generations_per_prompt": 1}),
+        ({RESAMPLED: True, "grpo.dynamic_sampling_max_gen_batches": 0}, {"grpo.dynamic_sampling_max_gen_batches": 0}),
+        ({SHAPING: True, COEFFICIENT: 5}, {SHAPING: True, COEFFICIENT: 0.5}),
+    ],
+    "GM410": [
+        ({SHAPING: True, **SHAPED, RESPONSE: 1024}, {SHAPING: True, **SHAPED, RESPONSE: 1025}),
+        # vLLM's context bounds a response; the trainer's length does where there is no other.
+        (
+            {SHAPING: True, **SHAPED, "policy.max_total_sequence_length": 1000},
+            {SHAPING: True, **SHAPED, "policy.max_total_sequence_length": 1000, f"{VLLM}.max_model_len": 4096},
+        ),
+        ({SHAPING: True, **SHAPED, f"{VLLM}.max_model_len": 1000}, {**SHAPED, f"{VLLM}.max_model_len": 1000}),
+        (
+            {SHAPING: True, **SHAPED, f"{VLLM}.max_model_len": 1000},
+            {
+                SHAPING: True,
+                **SHAPED,
+                f"{VLLM}.max_model_len": 1000,
+                "grpo.reward_shaping.stop_properly_penalty_coef": 0.5,
+            },
+        ),
+    ],
+    "GM409": [
+        ({TRAINED: 2048}, {TRAINED: 4096}),
+        ({SCORED: 2048}, {SCORED: 2048, PACKING: False}),
+        (
+            {DYNAMIC: True, "policy.dynamic_batching.train_mb_tokens": 2048},
+            {DYNAMIC: True, "policy.dynamic_batching.train_mb_tokens": 8192},
+        ),
+    ],
+    "GM341": [({RATE: 1e-6, MIN_RATE: 2e-6}, {RATE: 1e-6, MIN_RATE: 1e-6})],
+    "GM342": [
+        (
+            {"policy.precision": "float16", f"{OPTIMIZER}.fp16": False},
+            {"policy.precision": "float16", f"{OPTIMIZER}.fp16": True},
+        ),
+        ({f"{OPTIMIZER}.bf16": False}, {f"{OPTIMIZER}.bf16": True}),
+        (
+            {f"{OPTIMIZER}.bf16": False},
+            {f"{OPTIMIZER}.bf16": False, f"{OPTIMIZER}.use_precision_aware_optimizer": False},
+        ),
+    ],
+    "GM343": [
+        ({**ADAPTED, DTENSOR_TP: 2}, ADAPTED),
+        ({**ADAPTED, DTENSOR_TP: 2}, {**ADAPTED, DTENSOR_TP: 2, f"{LORA_CFG}.use_triton": False}),
+        ({**ADAPTED, "policy.dtensor_cfg._v2": False}, ADAPTED),
+    ],
+    "GM345": [
+        ({SHAPING: True}, {SHAPING: True, "grpo.reward_shaping.stop_properly_penalty_coef": 0.5}),
+        ({SHAPING: True}, {SHAPING: True, **SHAPED}),
+        *(
+            (
+                {SHAPING: True, **SHAPED, f"grpo.reward_shaping.{name}": value},
+                {**trainer, SHAPING: True, **SHAPED, f"grpo.reward_shaping.{name}": value},
+            )
+            for name, value in (
+                ("overlong_buffer_length", None),
+                ("overlong_buffer_length", 0),
+                ("overlong_buffer_penalty", -1.0),
+                ("max_response_length", None),
+            )
+            for trainer in (ASYNC, SINGLE_FITS)
+        ),
+        ({"ppo.reward_shaping.enabled": True}, {"ppo.reward_shaping.enabled": True, ASYNC_PPO: True}),
+    ],
+    "GM344": [
+        (
+            {"env.math.num_workers": 1, "data.default.env_name": "code"},
+            {"env.math.num_workers": 1, "data.default.env_name": "math"},
+        ),
+        (
+            {"env.math.num_workers": 1, "data.train": [{"env_name": "math"}, {"env_name": "code"}]},
+            {"env.math.num_workers": 1, "data.train": [{"env_name": "math"}]},
+        ),
+    ],
+}
+# For a quick look, the first pair of each rule.
+
+
+def changed(changes, base=CLEAN):
+    data = copy.deepcopy(base)
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        section = data
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return data

@@ -1,0 +1,72 @@
+"""Source of a stand-in for NeMo-RL: the words of its refusals, and comparisons that tell words of keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nemo_geomask.tools.check import RULES
+
+WORDS = """
+DATASETS = {"OpenMathInstruct-2": 1, "GSM8K": 2, "AIME2024": 3}
+PROCESSORS: dict = cast(dict, {"math_data_processor": 1})
+
+
+class Packing(str, Enum):
+    MODIFIED_FIRST_FIT_DECREASING = "modified_first_fit_decreasing"
+
+
+def register(name, function):
+    PROCESSORS[name] = function
+
+
+def start(config, generation_config, adv_estimator_config, dataset_name):
+    backend = generation_config["backend"]
+    if backend == "vllm":
+        pass
+    elif backend in ("megatron", "sglang"):
+        pass
+    else:
+        raise ValueError(backend)
+    assert config["precision"] in ("float32", "bfloat16", "float16")
+    name = adv_estimator_config.name
+    if name == "grpo":
+        pass
+    elif name == "gdpo":
+        pass
+    elif name == "reinforce_plus_plus":
+        pass
+    elif name == "gae":
+        pass
+    else:
+        raise ValueError(name)
+    Packing[config["sequence_packing"]["algorithm"].upper()]
+    if dataset_name in DATASETS:
+        pass
+    elif "." not in dataset_name:
+        raise ValueError(dataset_name)
+    if dataset_name not in DATASETS:
+        raise ValueError(dataset_name)
+    processor = PROCESSORS[config.get("processor")]
+    if config.get("math_verify_impl") not in ("hf_math_verify", "dapo_math_verify"):
+        raise ValueError(processor)
+"""
+USED_WORDS = """
+policy:
+  megatron_cfg: {moe_router_dtype: fp64}
+  moe:
+    moe_router_dtype: fp64
+  optimizer:
+    name: "torch.optim.AdamW"
+checkpointing:
+  model_save_format: "safetensors"  # or torch_save
+"""
+
+
+def write_source(root: Path) -> None:
+    """Write a module with every refusal and comparison, and an example with words, into a stand-in."""
+    refusals = "".join(f"# {text}\n" for rule in RULES for text in rule.refusals)
+    (root / "nemo_rl").mkdir(parents=True, exist_ok=True)
+    (root / "nemo_rl" / "refusals.py").write_text(f"{refusals}\n{WORDS}", encoding="utf-8")
+    used = root / "examples" / "used"
+    used.mkdir(parents=True)
+    (used / "words.yaml").write_text(USED_WORDS, encoding="utf-8")

@@ -1,0 +1,198 @@
+"""Fixes of findings: the edit of the text, the command that writes them, and what they do to NeMo-RL's own recipes."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from nemo_geomask.cli import main
+from nemo_geomask.config.strict import inline_yaml
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.recipe import nemo_rl_root, read_recipe
+from nemo_geomask.recipe import recipe_file as recipes
+from nemo_geomask.recipe.yaml_edit import set_in_text
+from nemo_geomask.tools.check import Finding, RecipeFacts, check
+from nemo_geomask.tools.check.model_shapes import has_experts
+from nemo_geomask.tools.check.recipe_check import UNCHECKED_SECTIONS
+from nemo_geomask.tools.check.recipe_fixes import fix_recipe
+
+TEXT = """\
+# head
+grpo:   # about it
+  a: 1  # one
+  b: {c: 1, d: 2}  # flow
+  items:
+    - {x: 1}
+    - y: 2
+
+# before the loss
+loss_fn:
+  name: gspo
+  text: |
+    hello
+
+  e:
+env: {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "before", "after"),
+    [
+        ("grpo.a", 2, "  a: 1  # one", "  a: 2  # one"),
+        ("grpo.b.c", False, "{c: 1, d: 2}", "{c: false, d: 2}"),
+        ("grpo.b.q", 1e-6, "{c: 1, d: 2}", "{c: 1, d: 2, q: 1.0e-06}"),
+        ("grpo.b.z.w", "x y", "{c: 1, d: 2}", '{c: 1, d: 2, z: {w: "x y"}}'),
+        ("grpo.items[0].x", 9, "{x: 1}", "{x: 9}"),
+        ("grpo.items[1].y", None, "y: 2", "y: null"),
+        ("grpo.new", 1, "- y: 2\n", "- y: 2\n  new: 1\n"),
+        ("grpo.p.q.r", 0.5, "- y: 2\n", "- y: 2\n  p:\n    q:\n      r: 0.5\n"),
+        ("loss_fn.e", 3, "  e:\n", "  e: 3\n"),
+        ("env.math.k", "v", "env: {}", "env: {math: {k: v}}"),
+        ("top.k", [1], "env: {}\n", "env: {}\ntop:\n  k: [1]\n"),
+    ],
+)
+def test_one_setting_changes_and_the_layout_stays(key, value, before, after):
+    assert set_in_text(TEXT, key, value, inline_yaml(value)) == TEXT.replace(before, after, 1)
+
+
+@pytest.mark.parametrize("key", ["loss_fn.text", "grpo.a.b", "grpo.items"])
+def test_what_takes_more_than_a_line_is_refused(key):
+    with pytest.raises(ConfigError, match="does not allow an edit of one line"):
+        set_in_text(TEXT, key, 1, "1")
+
+
+def test_an_anchor_is_not_edited_for_all_that_refer_to_it():
+    with pytest.raises(ConfigError, match="does not allow"):
+        set_in_text("a: &x {b: 1}\nc: *x\n", "c.b", 2, "2")
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [("", "a:\n  b: 1\n"), ("# c", "# c\na:\n  b: 1\n"), ("a:\n  c: 2", "a:\n  c: 2\n  b: 1\n")],
+)
+def test_short_files(text, result):
+    assert set_in_text(text, "a.b", 1, "1") == result
+
+
+PARENT = "policy: {megatron_cfg: {enabled: true}, max_grad_norm: 0}\nloss_fn: {name: clipped_pg}\ngrpo: {}\n"
+CHILD = "defaults: parent.yaml\r\n# mine\r\npolicy:\r\n  generation: {top_p: 95}  # per cent\r\n"
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipes, "nemo_rl_root", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parent.yaml").write_text(PARENT)
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(CHILD.encode())
+    os.chmod(path, 0o640)
+    return path
+
+
+def test_the_command_prints_and_writes_them(recipe, capsys):
+    main(["check", "recipe.yaml", "--format", "json"])
+    fixes = [finding["fix"] for finding in json.loads(capsys.readouterr().out)["findings"]]
+    assert fixes == [{"policy.max_grad_norm": 1.0}, {"policy.generation.top_p": 0.95}]
+    assert main(["check", "recipe.yaml", "--diff"]) == 2
+    patch = capsys.readouterr().out
+    assert patch.startswith("--- recipe.yaml\n+++ recipe.yaml\n@@")
+    assert "+  max_grad_norm: 1.0" in patch
+    assert recipe.read_bytes() == CHILD.encode()
+    assert main(["check", "recipe.yaml", "--fix"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "recipe.yaml: fixed GM339 policy.max_grad_norm, GM339 policy.generation.top_p\n"
+    assert "0 errors" in printed.out
+    assert recipe.read_bytes() == (CHILD.replace("95", "0.95") + "  max_grad_norm: 1.0\r\n").encode()
+    assert recipe.stat().st_mode & 0o777 == 0o640
+
+
+def test_nothing_is_written_through_a_link_or_against_an_override(recipe, capsys, tmp_path):
+    (tmp_path / "link.yaml").symlink_to(recipe)
+    assert main(["check", "link.yaml", "--fix"]) == 2
+    assert "link.yaml: is a link" in capsys.readouterr().err
+    assert main(["check", "recipe.yaml", "++policy.generation.top_p=80", "--fix"]) == 2
+    assert "not fixed: GM339 policy.generation.top_p: change the override" in capsys.readouterr().err
+    assert b"top_p: 95" in recipe.read_bytes()
+
+
+def test_a_fix_that_another_one_contradicts_waits_for_the_next_check(recipe):
+    facts = RecipeFacts.from_recipe(read_recipe(recipe))
+    first, second = check(facts).findings
+    other = Finding(second.rule, second.key, second.message, second.origin, {"policy.max_grad_norm": 2.0})
+    fixed = fix_recipe(facts.recipe, (first, other))
+    assert [finding.key for finding in fixed.applied] == ["policy.max_grad_norm"]
+    assert "another finding has set 1.0; check again" in fixed.refused[0]
+
+
+@pytest.mark.long
+def test_no_fix_of_nemo_rls_own_recipes_leads_to_an_error(tmp_path):
+    root = nemo_rl_root()
+    if root is None or not (root / "examples" / "configs" / "recipes").is_dir():
+        pytest.skip("needs a NeMo-RL checkout: NEMO_RL_ROOT")
+
+    def findings_of(path):
+        return check(RecipeFacts.from_recipe(read_recipe(path, leave=UNCHECKED_SECTIONS))).findings
+
+    new_errors, applied = [], 0
+    for path in sorted((root / "examples" / "configs").rglob("*.yaml")):
+        if "defaults:" not in path.read_text(encoding="utf-8") and "policy:" not in path.read_text(encoding="utf-8"):
+            continue
+        findings = findings_of(path)
+        errors = {(finding.rule.id, finding.key) for finding in findings if finding.rule.severity == "error"}
+        for finding in findings:
+            if not finding.fix:
+                continue
+            text = f"defaults: {path}\n"
+            for key, value in finding.fix.items():
+                text = set_in_text(text, key, value, inline_yaml(value))
+            fixed = tmp_path / "fixed.yaml"
+            fixed.write_text(text, encoding="utf-8")
+            for each in findings_of(fixed):
+                is_same = (each.rule.id, each.key) == (finding.rule.id, finding.key)
+                is_new = each.rule.severity == "error" and (each.rule.id, each.key) not in errors
+                if is_same or is_new:
+                    new_errors.append((path.name, finding.rule.id, each.rule.id, each.key, each.message))
+            applied += 1
+    assert new_errors == []
+    assert applied > 50
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *((name, True) for name in ("Qwen/Qwen3-30B-A3B-Instruct-2507", "deepseek-ai/DeepSeek-R1-0528")),
+        *((name, True) for name in ("allenai/OLMoE-1B-7B-0924-Instruct", "meta-llama/Llama-4-Scout-17B-16E-Instruct")),
+        *((name, True) for name in ("ibm-granite/granite-3.1-3b-a800m-instruct", "inclusionAI/Ling-mini-2.0")),
+        *(
+            (name, True)
+            for name in ("XiaomiMiMo/MiMo-V2-Flash", "ai21labs/AI21-Jamba-1.5-Mini", "zai-org/GLM-4.7-Flash")
+        ),
+        *((name, None) for name in ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", "XiaomiMiMo/MiMo-7B-RL", "Qwen/Qwen3-8B")),
+        ("Follow instructions in https://github.com/NVIDIA-NeMo/RL/blob/main/docs/guides/deepseek.md", None),
+        ("my/own-A3B", None),
+        ("a" * 5000, None),
+    ],
+)
+def test_experts_by_exact_names(name, expected):
+    assert has_experts(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "expected"),
+    [
+        ({"model_type": "deepseek_v3", "n_routed_experts": 8}, None, True),
+        ({"model_type": "deepseek_v3"}, None, True),
+        ({"model_type": "qwen3"}, None, False),
+        ({"model_type": "llama4", "text_config": {"num_local_experts": 16}}, {}, True),
+        ({"model_type": "qwen3"}, {"num_experts": 4}, True),
+        ({"model_type": "qwen3_moe", "num_experts": 1}, None, False),
+    ],
+)
+def test_experts_by_a_local_configuration(config, overrides, expected, tmp_path):
+    folder = tmp_path / "Qwen3-30B-A3B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    assert has_experts(str(folder), overrides) == expected
