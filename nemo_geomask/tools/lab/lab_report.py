@@ -48,8 +48,21 @@ def report_results(
     }
     (out / "summary.json").write_text(to_json(report) + "\n", encoding="utf-8")
     write_plot(curves, out / "lab.png")
-    console.print(f"Plot: {out / 'lab.png'}", highlight=False, markup=False)
     return summaries
+
+
+def conclusion(summaries: Sequence[VariantSummary]) -> str:
+    """Return one sentence on how far the variants came, the highest first."""
+    rows = [summary.row for summary in summaries if summary.row["reward_last"] is not None]
+    ends = [
+        f"{row['variant']} at {row['reward_last']:.3f}"
+        for row in sorted(rows, key=lambda row: row["reward_last"], reverse=True)
+    ]
+    facts = summaries[0].curves[0].facts
+    return (
+        f"Trained in {facts['precision']} on what an engine samples by {facts['sampler']}, the reward ended with "
+        f"{', '.join(ends) or 'no run'} (mean of the last ten steps; chance is {facts['chance']:.3f})."
+    )
 
 
 def default_baseline(curves: Sequence[RunCurves]) -> str:
@@ -173,12 +186,13 @@ def _steps_with_dropped_sequences(curve: RunCurves) -> int:
 
 
 def print_diagnosis(curves: Sequence[RunCurves], out: Path, console: Any) -> None:
-    """Diagnose the first seed of each variant that was recorded: print the verdicts and write ``report.html``.
+    """Diagnose the first seed of each uncorrected variant that was recorded: print the verdicts, write ``report.html``.
 
-    An error is printed and not raised, because the training is complete and its results do not depend on the diagnosis.
+    Other variants are diagnosed only if all have a correction, which does not change the mismatch before it. An error
+    is printed and not raised, because the training is complete and its results do not depend on the diagnosis.
     """
     recorded: dict[str, RunCurves] = {}
-    for curve in curves:
+    for curve in [curve for curve in curves if curve.is_uncorrected] or curves:
         if curve.facts.get("loss_fn", {}).get("record"):
             recorded.setdefault(curve.label, curve)
     if not recorded:

@@ -19,7 +19,7 @@ from nemo_geomask.optional import require
 from nemo_geomask.recipe import load_recipe
 from nemo_geomask.tools.lab.compare_specs import ComparedLoss, parse_compare
 from nemo_geomask.tools.lab.lab_recipe import SEEDS, LabRecipe
-from nemo_geomask.tools.lab.lab_report import print_diagnosis, report_results
+from nemo_geomask.tools.lab.lab_report import conclusion, print_diagnosis, report_results
 from nemo_geomask.tools.lab.outcome import TARGET
 from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.run_queue import train
@@ -49,14 +49,20 @@ def train_recipe(
     folder = out or Path("results", "lab", f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     runs = plan_runs(path, overrides, compare=compare, vary=vary, seeds=seeds, loss_from=loss_from, out=folder)
     console = _create_console()
-    progress = Progress(console, len({run.recipe.grpo.seed for run in runs}))
-    complete = train(runs, progress, jobs=choose_jobs(jobs, runs))
+    steps = sum(run.recipe.grpo.max_num_steps for run in runs)
+    console.print(
+        f"{len(runs)} runs, {steps} steps, to {folder}. After an interruption, --out {folder} continues there.",
+        highlight=False,
+        markup=False,
+    )
+    complete = train(runs, Progress(console, runs), jobs=choose_jobs(jobs, runs))
     if not any(run.steps_file.exists() for run in runs):
         console.print("No step was completed; nothing to report.")
         return 130
-    report_results([folder], folder, console)
+    summaries = report_results([folder], folder, console)
     print_diagnosis([RunCurves.read(run.steps_file) for run in runs if run.steps_file.exists()], folder, console)
-    console.print(f"Steps, rollouts and summary: {folder}", highlight=False, markup=False)
+    for line in (f"Steps, rollouts and summary: {folder}", f"Plot: {folder / 'lab.png'}", conclusion(summaries)):
+        console.print(line, highlight=False, markup=False)
     return 130 if not complete else 0 if all(run.finished for run in runs) else 1
 
 
@@ -71,7 +77,9 @@ def report_runs(places: Sequence[str], *, baseline: str | None, target: float | 
         except OSError as error:
             raise ConfigError(f"--out: the folder {out} can't be created: {error.strerror or error}") from None
     target = TARGET if target is None else target
-    report_results(folders, out or folders[0], _create_console(), baseline=baseline, target=target)
+    console, folder = _create_console(), out or folders[0]
+    report_results(folders, folder, console, baseline=baseline, target=target)
+    console.print(f"Plot: {folder / 'lab.png'}", highlight=False, markup=False)
     return 0
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from nemo_geomask.errors import ConfigError
@@ -153,17 +153,12 @@ def compare_tuned_runs(runs: Iterable[TunedRun], regime: Regime) -> TunedCompari
     )
     primary = _difference(_rewards(correction), _rewards(alternative))
     p = sign_flip_p(list(primary.values()))
-    tuned = {variant: _rewards(tuned_runs(variant, regime.confirmation_seeds)) for variant in grid}
-    over_rates = {
-        _MEAN_RATE: {
-            variant: {
-                seed: fmean(by_seed[seed].reward for by_seed in by_rate.values()) for seed in regime.confirmation_seeds
-            }
-            for variant, by_rate in grid.items()
-        },
-        # The worst learning rate is that of the search: a minimum over each seed's runs would be that of their noise.
-        _WORST_RATE: {variant: _rewards(by_rate[choice.worst_rates[variant]]) for variant, by_rate in grid.items()},
-    }
+    # Where the protocol names the two variants of the primary comparison, it is not one of the others.
+    others = [variant for variant in grid if variant not in regime.primary[:1]]
+    tuned = {variant: _rewards(tuned_runs(variant, regime.confirmation_seeds)) for variant in others}
+    over_rates: dict[str, dict[str, dict[int, float]]] = {}
+    if regime.confirms_all_rates:
+        over_rates = _over_rates(grid, choice)
     compared = [
         name for name, variant in regime.variants.items() if variant.is_correction or name == choice.alternative
     ]
@@ -184,6 +179,30 @@ def compare_tuned_runs(runs: Iterable[TunedRun], regime: Regime) -> TunedCompari
             if all((cell, seed) in by_key for seed in regime.search_seeds)
         },
     )
+
+
+def _over_rates(
+    grid: Mapping[str, Mapping[float, Mapping[int, TunedRun]]], choice: TunedChoice
+) -> dict[str, dict[str, dict[int, float]]]:
+    """Return each variant's reward by seed, as the mean over the learning rates and at the worst one."""
+    return {
+        _MEAN_RATE: {
+            variant: {
+                seed: fmean(by_seed[seed].reward for by_seed in by_rate.values())
+                for seed in choice.regime.confirmation_seeds
+            }
+            for variant, by_rate in grid.items()
+        },
+        # The worst learning rate is that of the search: a minimum over each seed's runs would be that of their noise.
+        _WORST_RATE: {variant: _rewards(by_rate[choice.worst_rates[variant]]) for variant, by_rate in grid.items()},
+    }
+
+
+def adjust_primaries(comparisons: Sequence[TunedComparison]) -> list[PairedDifference]:
+    """Return the primary differences of several regimes with Holm's correction over all of them."""
+    primaries = [comparison.primary for comparison in comparisons]
+    adjusted = holm([primary.p for primary in primaries])
+    return [replace(primary, adjusted_p=p) for primary, p in zip(primaries, adjusted, strict=True)]
 
 
 def _rewards(runs: Mapping[int, TunedRun]) -> dict[int, float]:

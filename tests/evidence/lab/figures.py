@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -96,6 +97,46 @@ def draw_comparison(comparison: TunedComparison, path: Path) -> None:
     dot_axes.set(
         xlabel=f"mean reward minus {figure_name(comparison.regime.baseline)}, same seeds",
         title=f"mean over {count} seeds, {CONFIDENCE_LABEL} interval",
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def draw_mismatch(comparisons: Sequence[TunedComparison], path: Path) -> None:
+    """Draw rewards over the steps with and without a mismatch and a weight, and every variant's difference, as a PNG.
+
+    The first comparison is the one with every variant; the second one's variant without a correction is its control.
+    """
+    pyplot = import_pyplot()
+    first, control = comparisons[:2]
+    figure, (curve_axes, dot_axes) = pyplot.subplots(1, 2, figsize=(12, 4.6), gridspec_kw={"width_ratios": [1.1, 1]})
+    shown = (
+        (control, control.regime.baseline, "equal engines, uncorrected", {"color": BLUE, "linestyle": "-"}),
+        (first, first.choice.correction, f"int4 engine, {first.choice.correction}", {"color": GREEN, "linestyle": "-"}),
+        (first, first.regime.baseline, "int4 engine, uncorrected", {"color": VERMILION, "linestyle": "-"}),
+    )
+    for comparison, variant, label, look in shown:
+        runs = [run.curves for run in comparison.grid[variant][comparison.choice.rates[variant]].values()]
+        plot_runs(curve_axes, runs, "reward", look, label=label, window=5)
+    count = len(first.regime.confirmation_seeds)
+    curve_axes.set(
+        xlabel="step (rollout batch)", ylabel="reward", title=f"{count} seeds, thin; their mean, thick", ylim=(0, None)
+    )
+    curve_axes.legend(fontsize="small", loc="upper left")
+    rows = {first.primary.variant: first.primary} | {
+        row.variant: row for group in first.tuned.values() for row in group
+    }
+    for height, (_, row) in enumerate(reversed(rows.items())):
+        low, high = row.interval or (row.mean, row.mean)
+        colour = GREEN if low > 0 else VERMILION if high < 0 else "0.45"
+        dot_axes.plot([low, high], [height, height], color=colour, linewidth=2)
+        dot_axes.plot(row.mean, height, "o", color=colour)
+    dot_axes.set_yticks(range(len(rows)), list(reversed(rows)), fontsize="small")
+    dot_axes.axvline(0, color="0.35", linewidth=1)
+    dot_axes.set(
+        xlabel="share of correct terms after a lucky call, minus uncorrected",
+        title=f"int4 engine, {CONFIDENCE_LABEL} interval",
     )
     figure.tight_layout()
     figure.savefig(path, dpi=100, metadata={"Software": None})

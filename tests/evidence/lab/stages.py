@@ -19,9 +19,9 @@ from nemo_geomask.tools.lab.train_recipe import plan_runs
 from nemo_geomask.tools.shared.flat_settings import differing_keys, flatten_settings
 from tests.evidence.lab.choice import Cell, TunedRun, choose, choose_bound, choose_bounds
 from tests.evidence.lab.comparison import compare_tuned_runs
-from tests.evidence.lab.figures import draw_comparison
+from tests.evidence.lab.figures import draw_comparison, draw_mismatch
 from tests.evidence.lab.regimes import Regime
-from tests.evidence.lab.tables import comparison_tables, sensitivity_table
+from tests.evidence.lab.tables import comparison_tables, mismatch_tables, sensitivity_table
 
 Stage = Literal["baseline", "bound", "rate", "confirm", "below", "sensitivity"]
 """Stage of the protocol.
@@ -219,7 +219,8 @@ def train_stage(
     if not missing:
         return True
     console = require("rich.console", "the lab needs", "demo").Console()
-    complete = train([run for *_, run in missing], Progress(console, len({seed for seed, *_ in missing})), jobs=jobs)
+    runs = [run for *_, run in missing]
+    complete = train(runs, Progress(console, runs), jobs=jobs)
     finished = []
     for _, cell, run in missing:
         if not run.steps_file.exists():
@@ -242,7 +243,18 @@ def tuned_page(folder: Path, regimes: Mapping[str, Regime]) -> str:
     stored = {
         name: load_tuned_runs(folder / "tuned" / f"{name}.parquet", regime.outcome) for name, regime in regimes.items()
     }
+    named = {name: regime for name, regime in regimes.items() if regime.primary}
+    tables = ""
+    try:
+        comparisons = [compare_tuned_runs(stored[name], regime) for name, regime in named.items()]
+    except ConfigError as error:
+        tables = f"Not enough data: {error}."
+    if named and not tables:
+        tables = f"![Rewards over the steps, and differences](tuned/mismatch.png)\n\n{mismatch_tables(comparisons)}"
+    blocks += ["## The mismatch itself", tables] if named else []
     for name, regime in regimes.items():
+        if name in named:
+            continue
         try:
             tables = comparison_tables(compare_tuned_runs(stored[name], regime))
         except ConfigError as error:
@@ -257,8 +269,18 @@ def tuned_page(folder: Path, regimes: Mapping[str, Regime]) -> str:
 
 
 def draw_regimes(folder: Path, regimes: Mapping[str, Regime]) -> None:
-    """Draw the figure of each regime whose confirmation is complete."""
+    """Draw the figure of each regime whose confirmation is complete, and one of those with a named comparison."""
+    with contextlib.suppress(ConfigError):
+        named = [regime for regime in regimes.values() if regime.primary]
+        comparisons = [
+            compare_tuned_runs(load_tuned_runs(folder / "tuned" / f"{regime.name}.parquet", regime.outcome), regime)
+            for regime in named
+        ]
+        if comparisons:
+            draw_mismatch(comparisons, folder / "tuned" / "mismatch.png")
     for name, regime in regimes.items():
+        if regime.primary:
+            continue
         path = folder / "tuned" / f"{name}.parquet"
         with contextlib.suppress(ConfigError):
             draw_comparison(compare_tuned_runs(load_tuned_runs(path, regime.outcome), regime), path.with_suffix(".png"))

@@ -9,7 +9,7 @@ from statistics import fmean
 from nemo_geomask.tools.lab.outcome import WINDOW, best_reward, final_reward, has_collapsed, has_died
 from nemo_geomask.tools.lab.run_store import RunCurves
 from tests.evidence.lab.choice import TunedRun
-from tests.evidence.lab.comparison import PairedDifference, TunedComparison
+from tests.evidence.lab.comparison import PairedDifference, TunedComparison, adjust_primaries
 from tests.evidence.lab.regimes import Regime, TunedVariant
 from tests.helpers.interval_text import format_mean
 from tests.helpers.markdown import markdown_table
@@ -45,6 +45,42 @@ def comparison_tables(comparison: TunedComparison) -> str:
             *_against_alternative(comparison),
         )
     )
+
+
+def mismatch_tables(comparisons: Sequence[TunedComparison]) -> str:
+    """Return the primary result of the first regime, its variants, and the controls, which are the other regimes."""
+    first, *controls = comparisons
+    count = len(first.regime.confirmation_seeds)
+    by_variant = {row.variant: row.text for rows in first.tuned.values() for row in rows}
+    by_variant[first.primary.variant] = f"{first.primary.text} (primary)"
+    head = ["variant", "bound", "learning rate", "correct terms", "reward, last 10 steps", "correct terms minus none's"]
+    rows = [[*_tuned_cells(first, variant), by_variant.get(variant, "–")] for variant in first.grid]
+    control_rows = [
+        [comparison.regime.title, *(_tuned_cells(comparison, variant)[3] for variant in comparison.grid), primary.text]
+        for comparison, primary in zip(controls, adjust_primaries(controls), strict=True)
+    ]
+    return "\n\n".join(
+        (
+            f"Correct terms: share after a lucky call, under the trainer's policy after the last step; mean of {count} "
+            "seeds, in parentheses the lowest. Bound and learning rate are those of the search:",
+            markdown_table(head, rows),
+            "The controls:",
+            markdown_table(["engine, task", "none", "token weight", "token weight minus none"], control_rows),
+        )
+    )
+
+
+def _tuned_cells(comparison: TunedComparison, variant: str) -> list[str]:
+    """Return a variant's name, bound, learning rate, outcome and reward, all at its choice."""
+    choice = comparison.choice
+    runs = list(comparison.grid[variant][choice.rates[variant]].values())
+    outcomes = [run.reward for run in runs]
+    rewards = [final_reward(run.curves.series("reward")) for run in runs]
+    return [
+        *(variant, choice.bounds[variant], f"{choice.rates[variant]:g}"),
+        f"{fmean(outcomes):.3f} ({min(outcomes):.3f})",
+        f"{fmean(rewards):.3f}",
+    ]
 
 
 def sensitivity_table(runs: Iterable[TunedRun], regime: Regime) -> str:
