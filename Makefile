@@ -12,8 +12,8 @@ HASHED := $(PIP) --no-deps --require-hashes
 .PHONY: help demo test test-all quick matrix mutation soak audit pins vllm nemo-rl nemo-rl-environment nemo-rl-losses refusals gpu lint docs site release smoke clean
 
 help:
-	@echo "make demo   train a small MoE policy with and without a mask at two learning rates, plot and diagnose it (about 3 minutes)"
-	@echo "make test   the tests, on all cores; a release also runs them with PYTHON=python3.13, on NeMo-RL's torch"
+	@echo "make demo   train a small MoE policy on an int4 engine, without and with a token weight, and diagnose it (about a minute)"
+	@echo "make test   the tests, on all cores (NEMO_RL_ROOT=… for those inside NeMo-RL); a release also runs them with PYTHON=python3.13, on NeMo-RL's torch"
 	@echo "make test-all   the same with the long matrices: every compiled loss, every layout of ranks, every tutorial"
 	@echo "make quick  the oracle, every part of the core, the rules of check, and one test of each expensive kind"
 	@echo "make matrix every objective, weight and mask on up to 16 ranks against the float64 oracle (about 15 minutes)"
@@ -56,7 +56,7 @@ $(VENV)/.test: pyproject.toml $(VENV)/.torch
 	@touch $@
 
 demo: $(VENV)/.demo
-	$(BIN)/nemo-geomask lab recipes/lab/demo.yaml $(ARGS)
+	$(BIN)/nemo-geomask lab recipes/lab/demo.yaml --out results/demo $(ARGS)
 
 # Workers as tests/conftest.py says, each with one thread. More than 8 only wait. Bytecode is kept, even if the
 # environment says otherwise: hundreds of processes would compile the same modules.

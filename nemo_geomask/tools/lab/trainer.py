@@ -120,7 +120,9 @@ class Trainer:
         self._record_settings = loss.config.record
         self._flight_recorder: FlightRecorder | None = None
         if self._record_settings is not None and ranks.is_first:
-            self._flight_recorder = FlightRecorder(loss.config, facts={"loop": "lab", "sampler": self.sampler.name})
+            experts = recipe.policy.model.num_experts
+            facts = {"loop": "lab", "sampler": self.sampler.name, "experts": experts}
+            self._flight_recorder = FlightRecorder(loss.config, facts=facts)
 
     def steps(self) -> Iterator[tuple[dict[str, float], Rollout]]:
         """Train for the recipe's number of steps; yield each step's metrics and rollout batch."""

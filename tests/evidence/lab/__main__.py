@@ -11,7 +11,6 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from nemo_geomask.tools.lab.lab_report import write_plot
 from nemo_geomask.tools.lab.run_store import read_curves
 from nemo_geomask.tools.lab.train_recipe import parse_seeds
 from tests.evidence.lab.columns import EVIDENCE_SPECS
@@ -86,8 +85,6 @@ def main() -> None:
         curves, spec = load_runs(path), EVIDENCE_SPECS[path.stem]
         if spec.curves:
             draw_evidence(curves, path.with_suffix(".png"), spec)
-        if spec.panel_file:
-            write_plot(curves, arguments.docs / spec.panel_file)
     draw_regimes(folder, regimes)
     (folder / "tuned.md").write_text(tuned_page(folder, regimes), encoding="utf-8")
     for page in (folder / name for name in PAGES):

@@ -120,7 +120,6 @@ class EvidenceSpec:
         plotted_rows: names of the rows in the left half.
         dot_column: title of the column in the figure's right half.
         curve_label: label of the y axis of ``curves``.
-        panel_file: file name, in the docs folder, of the figure that ``nemo-geomask lab report`` draws; empty: none.
     """
 
     columns: Sequence[SeedMean | str]
@@ -129,7 +128,6 @@ class EvidenceSpec:
     plotted_rows: Sequence[str] = ()
     dot_column: str = ""
     curve_label: str = "mean reward"
-    panel_file: str = ""
 
     @property
     def metrics(self) -> list[str]:

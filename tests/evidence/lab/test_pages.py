@@ -13,6 +13,8 @@ pytest.importorskip("pyarrow", reason="runs are Parquet (demo extra)")
 pytest.importorskip("matplotlib", reason="figures are drawn (demo extra)")
 
 from nemo_geomask.tools.lab.outcome import final_reward, has_collapsed
+from nemo_geomask.tools.lab.train_recipe import plan_runs
+from nemo_geomask.tools.shared.flat_settings import flatten_settings
 from nemo_geomask.tools.shared.intervals import mean_interval
 from tests.evidence.lab.columns import EVIDENCE_SPECS, figure_look, figure_name
 from tests.evidence.lab.regimes import read_regimes
@@ -50,7 +52,7 @@ def test_all_published_runs_are_whole_and_on_the_seeds_that_the_page_says():
     first = {"weight_and_mask": 401, **dict.fromkeys(("stale", "lag4", "quantized"), 101)}
     for name, curves in DATA.items():
         labels = {curve.label for curve in curves}
-        seeds = range(first[name], first[name] + 10) if name in first else [1] if name == "demo" else range(101, 106)
+        seeds = range(first[name], first[name] + 10) if name in first else range(101, 106)
         assert sorted((curve.label, curve.seed) for curve in curves) == sorted(
             (label, seed) for label in labels for seed in seeds
         )
@@ -162,18 +164,16 @@ def test_some_sentences_of_the_claims_and_the_older_runs():
     assert all(rewards[name][seed] > rewards[""][seed] for name in ("+icepop", "+geometric") for seed in rewards[""])
 
 
-def test_the_runs_of_the_demo_are_those_of_the_evidence_bit_for_bit():
-    """They were trained anew, days later, with validation and records as in the demo."""
-    stored = {
-        (run.cell.variant, run.cell.bound, run.cell.learning_rate): run.curves
-        for run in load_tuned_runs(FOLDER / "tuned" / "lag_8.parquet")
-        if run.seed == 1
-    }
-    for run in DATA["demo"]:
-        variant = ("DPPO", "0.45") if "dppo_tv" in run.label else ("none", "–")
-        expected = stored[*variant, float(run.label.rpartition("=")[2])]
-        for metric in ("reward", "approx_entropy", "grad_norm"):
-            assert run.series(metric) == expected.series(metric)
+def test_the_demo_trains_what_the_evidence_compares(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    flags = {"vary": (), "seeds": "1", "loss_from": None, "out": tmp_path}
+    runs = plan_runs(Path("recipes/lab/demo.yaml"), [], compare=None, **flags)
+    variants = REGIMES["mismatch_int4"].variants
+    for run, name in zip(runs, ("none", "token weight"), strict=True):
+        (expected,) = plan_runs(Path("recipes/lab/search.yaml"), [], compare=variants[name].compare, **flags)
+        settings = flatten_settings(run.settings)
+        assert settings.pop("loss_fn.record.dir")
+        assert settings == {k: v for k, v in flatten_settings(expected.settings).items() if k != "loss_fn.record"}
 
 
 def test_every_variant_that_a_figure_shows_has_its_colour():
