@@ -52,7 +52,7 @@ def mismatch_tables(comparisons: Sequence[TunedComparison]) -> str:
     first, *controls = comparisons
     count = len(first.regime.confirmation_seeds)
     by_variant = {row.variant: row.text for rows in first.tuned.values() for row in rows}
-    by_variant[first.primary.variant] = f"{first.primary.text} (primary)"
+    by_variant[first.primary.variant] = f"{first.primary.text} (primary, {len(first.primary.by_seed)} seeds)"
     head = ["variant", "bound", "learning rate", "correct terms", "reward, last 10 steps", "correct terms minus none's"]
     rows = [[*_tuned_cells(first, variant), by_variant.get(variant, "–")] for variant in first.grid]
     control_rows = [
