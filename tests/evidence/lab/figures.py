@@ -109,10 +109,13 @@ def draw_mismatch(comparisons: Sequence[TunedComparison], path: Path) -> None:
     The first comparison is the one with every variant; the second one's variant without a correction is its control.
     """
     pyplot = import_pyplot()
-    first, control = comparisons[:2]
+    first, *controls = comparisons
     figure, (curve_axes, dot_axes) = pyplot.subplots(1, 2, figsize=(12, 4.6), gridspec_kw={"width_ratios": [1.1, 1]})
     shown = (
-        (control, control.regime.baseline, "equal engines, uncorrected", {"color": BLUE, "linestyle": "-"}),
+        *(
+            (control, control.regime.baseline, "equal engines, uncorrected", {"color": BLUE, "linestyle": "-"})
+            for control in controls[:1]
+        ),
         (first, first.choice.correction, f"int4 engine, {first.choice.correction}", {"color": GREEN, "linestyle": "-"}),
         (first, first.regime.baseline, "int4 engine, uncorrected", {"color": VERMILION, "linestyle": "-"}),
     )
@@ -121,7 +124,10 @@ def draw_mismatch(comparisons: Sequence[TunedComparison], path: Path) -> None:
         plot_runs(curve_axes, runs, "reward", look, label=label, window=5)
     count = len(first.regime.confirmation_seeds)
     curve_axes.set(
-        xlabel="step (rollout batch)", ylabel="reward", title=f"{count} seeds, thin; their mean, thick", ylim=(0, None)
+        xlabel="step (rollout batch)",
+        ylabel="reward",
+        title=f"{count} seeds, thin; their mean, thick",
+        ylim=(0, None),
     )
     curve_axes.legend(fontsize="small", loc="upper left")
     rows = {first.primary.variant: first.primary} | {

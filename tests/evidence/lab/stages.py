@@ -18,7 +18,7 @@ from nemo_geomask.tools.lab.run_store import Run, RunCurves, read_columns, write
 from nemo_geomask.tools.lab.train_recipe import plan_runs
 from nemo_geomask.tools.shared.flat_settings import differing_keys, flatten_settings
 from tests.evidence.lab.choice import Cell, TunedRun, choose, choose_bound, choose_bounds
-from tests.evidence.lab.comparison import compare_tuned_runs
+from tests.evidence.lab.comparison import TunedComparison, compare_tuned_runs
 from tests.evidence.lab.figures import draw_comparison, draw_mismatch
 from tests.evidence.lab.regimes import Regime
 from tests.evidence.lab.tables import comparison_tables, mismatch_tables, sensitivity_table
@@ -244,13 +244,12 @@ def tuned_page(folder: Path, regimes: Mapping[str, Regime]) -> str:
         name: load_tuned_runs(folder / "tuned" / f"{name}.parquet", regime.outcome) for name, regime in regimes.items()
     }
     named = {name: regime for name, regime in regimes.items() if regime.primary}
-    tables = ""
-    try:
-        comparisons = [compare_tuned_runs(stored[name], regime) for name, regime in named.items()]
-    except ConfigError as error:
-        tables = f"Not enough data: {error}."
-    if named and not tables:
+    if comparisons := _complete_comparisons(stored, named):
         tables = f"![Rewards over the steps, and differences](tuned/mismatch.png)\n\n{mismatch_tables(comparisons)}"
+        if missing := [r.title for r in named.values() if all(r is not c.regime for c in comparisons)]:
+            tables += f"\n\nNot enough data: {'; '.join(missing)}."
+    else:
+        tables = "Not enough data."
     blocks += ["## The mismatch itself", tables] if named else []
     for name, regime in regimes.items():
         if name in named:
@@ -268,16 +267,25 @@ def tuned_page(folder: Path, regimes: Mapping[str, Regime]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
+def _complete_comparisons(
+    stored: Mapping[str, Sequence[TunedRun]], regimes: Mapping[str, Regime]
+) -> list[TunedComparison]:
+    """Return the comparisons of the regimes whose confirmation is complete; none if that of the first is not."""
+    complete = []
+    for name, regime in regimes.items():
+        with contextlib.suppress(ConfigError):
+            complete.append(compare_tuned_runs(stored[name], regime))
+    return complete if complete and complete[0].regime is next(iter(regimes.values())) else []
+
+
 def draw_regimes(folder: Path, regimes: Mapping[str, Regime]) -> None:
     """Draw the figure of each regime whose confirmation is complete, and one of those with a named comparison."""
-    with contextlib.suppress(ConfigError):
-        named = [regime for regime in regimes.values() if regime.primary]
-        comparisons = [
-            compare_tuned_runs(load_tuned_runs(folder / "tuned" / f"{regime.name}.parquet", regime.outcome), regime)
-            for regime in named
-        ]
-        if comparisons:
-            draw_mismatch(comparisons, folder / "tuned" / "mismatch.png")
+    named = {name: regime for name, regime in regimes.items() if regime.primary}
+    stored = {
+        name: load_tuned_runs(folder / "tuned" / f"{name}.parquet", regime.outcome) for name, regime in named.items()
+    }
+    if comparisons := _complete_comparisons(stored, named):
+        draw_mismatch(comparisons, folder / "tuned" / "mismatch.png")
     for name, regime in regimes.items():
         if regime.primary:
             continue

@@ -59,15 +59,15 @@ def mismatch_tables(comparisons: Sequence[TunedComparison]) -> str:
         [comparison.regime.title, *(_tuned_cells(comparison, variant)[3] for variant in comparison.grid), primary.text]
         for comparison, primary in zip(controls, adjust_primaries(controls), strict=True)
     ]
-    return "\n\n".join(
-        (
-            f"Correct terms: share after a lucky call, under the trainer's policy after the last step; mean of {count} "
-            "seeds, in parentheses the lowest. Bound and learning rate are those of the search:",
-            markdown_table(head, rows),
-            "The controls:",
-            markdown_table(["engine, task", "none", "token weight", "token weight minus none"], control_rows),
-        )
-    )
+    parts = [
+        f"Correct terms: share after a lucky call, under the trainer's policy after the last step; mean of {count} "
+        "seeds, in parentheses the lowest. Bound and learning rate are those of the search:",
+        markdown_table(head, rows),
+    ]
+    if controls:
+        table = markdown_table(["engine, task", "none", "token weight", "token weight minus none"], control_rows)
+        parts += ["The controls, each over eight seeds, with Holm's correction over those that were run:", table]
+    return "\n\n".join(parts)
 
 
 def _tuned_cells(comparison: TunedComparison, variant: str) -> list[str]:
