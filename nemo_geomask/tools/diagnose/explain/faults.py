@@ -11,6 +11,8 @@ from nemo_geomask.tools.diagnose.measure.step_sums import StepSums, ratio_or_nan
 
 MIN_SHIFTED_IN_ONE_STEP = 0.05
 """Share of a step's sequences that must be shifted if no other step has shifted sequences."""
+MIN_COMPARED = 16
+"""Number of sequences of a step from which some must be of its first update, and so have the same curr and prev."""
 
 
 def _detect_in_steps(
@@ -99,14 +101,14 @@ def detect_current_policy(evidence: Evidence, threshold: float) -> Detection:
         return ratio_or_nan(sums["curr_shifted"], sums["curr_sequences"])
 
     def share(sums: StepSums) -> float:
-        if math.isnan(shifted(sums)):
+        if sums["curr_sequences"] < MIN_COMPARED:
             return math.nan
-        return max(sums.mean("curr_noisy", "curr_tokens"), float(shifted(sums) > MIN_SHIFTED_IN_ONE_STEP))
+        return max(1 - sums.mean("curr_same", "curr_sequences"), float(shifted(sums) > MIN_SHIFTED_IN_ONE_STEP))
 
     total = shifted(evidence.statistics.total())
     if math.isnan(total):
         return Detection(math.nan, "no curr to compare with prev", needs="curr and prev of updates (loss_fn.record)")
-    description = "{:.0%} of the tokens of the first rows differ by more than numerical noise"
+    description = "up to {:.0%} of a step's sequences differ from prev by more than numerical noise"
     if total > 0:
         description = f"curr of {total:.0%} of the sequences fits a neighbouring token's prev better"
     return _detect_in_steps(evidence, share, threshold, description, None)

@@ -14,7 +14,7 @@ MIN_VERSIONED_STEPS = 5
 MIN_GROWTH = 1.5
 """Factor by which k3 must have grown since the rise for the engine to be stale."""
 FAST_GROWTH = 4.0
-"""Growth of k3 above which half of the threshold is enough."""
+"""Growth of k3 above which three quarters of the threshold are enough."""
 MIN_RISE_OF_AGE = 0.25
 """Rise of the mean staleness, in steps, that can explain a rise of the mismatch."""
 _PLACES_OF_OLD_WEIGHTS = ("step", "advantage", "staleness", "probability")
@@ -57,7 +57,7 @@ def detect_stale_engine(evidence: Evidence, threshold: float) -> Detection:
     )
     # The mismatch of hardly any other cause keeps growing, so a weaker correlation is enough if the growth is fast.
     # Samples of a constant age have a correlation of their own, which is there before.
-    is_correlated = z - max(usual, 0.0) > (threshold / 2 if growth > FAST_GROWTH else threshold)
+    is_correlated = z - max(usual, 0.0) > (0.75 * threshold if growth > FAST_GROWTH else threshold)
     explained = None if evidence.sums_before is None else evidence.mismatch_beyond(evidence.sums_before)
     needs = ""
     if len(steps) < MIN_STEPS_SINCE_RISE:

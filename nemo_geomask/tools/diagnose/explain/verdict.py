@@ -38,8 +38,6 @@ from nemo_geomask.tools.shared.intervals import percentile_interval
 
 MIN_K3_RATIO = 2.0
 """Factor by which the interval of a run's k3 must exceed the other run's for it to be worse."""
-MAX_WINDOWS = 128
-"""Largest number of groups of steps in which the onset of a part is sought."""
 _RELATIVE_CAUSES = (*PLACES, *NOISE_CAUSES, "temperature", "penalty", "smoothed")
 """Causes that are measured in proportion to the whole mismatch, and thus show however small it is."""
 _NO_COMMON_TOKENS = "no sequence has a trained token with log-probs of both engines"
@@ -204,7 +202,7 @@ def _rise_of_part(detection: Detection, statistics: RunStatistics) -> int | None
     """Return the first step since which the values of ``part_value`` are higher; None if they have not risen."""
     assert detection.part_value is not None
     table, values = statistics.tokens, {}
-    width = math.ceil(len(statistics.steps) / MAX_WINDOWS)
+    width = math.ceil(len(statistics.steps) / 128)  # groups of steps are enough of a long run
     starts = table.step // width * width
     for start in np.unique(starts[table.sequence]).tolist():
         value = detection.part_value(table.select_sequences(starts == start))

@@ -52,12 +52,12 @@ CHECK_SUMS = (
     *("zero_gen", "zero_prev", "positive_logprobs", "all_tokens"),
     *("sequences_checked_for_shift", "shifted_later", "shifted_earlier"),
     *("masked_out_sequences", "masked_out_capped_abs", "masked_out_tokens"),
-    *("curr_sequences", "curr_shifted", "curr_tokens", "curr_noisy"),
+    *("curr_sequences", "curr_shifted", "curr_same"),
 )
 """Counts of ``logprob_checks``, and sums over what the sample mask leaves out.
 
-``curr_…`` compare ``curr`` with ``prev``: sequences that are checked for a shift, and that are shifted; tokens of the
-first rows, which are in the first update, and those of them that differ by more than numerical noise.
+``curr_…`` compare ``curr`` with ``prev``: sequences that are compared, those that are shifted, and those that differ by
+numerical noise alone, as all of a batch's first update do.
 """
 FAULTS = ("zero", "positive", "shifted")
 """Faults of single tokens, in the names of :data:`FAULT_SUMS`; a token has the last of the faults that apply."""

@@ -28,9 +28,7 @@ sample size depends only on the ratios of the weights.
 """
 MAX_ADVANTAGE = 3.0
 """Value at which the magnitude of a sequence's mean advantage is clipped."""
-FIRST_ROWS = 8
-"""Number of a batch's rows that are surely in its first update."""
-MAX_UPDATE_NOISE = 0.1
+MAX_NOISE = 0.1
 """Noise on a logit, |curr − prev| / (1 − p), that numerics alone hardly exceed; healthy rehearsals have 0.02."""
 CONTEXT_TOKENS = 8
 """Tokens that are kept before each of the worst tokens."""
@@ -92,18 +90,21 @@ def trainer_column(block: RecordBlock) -> str:
 
 
 def _compare_with_current(sums: StepSums, block: RecordBlock, mask: Array, prev: Array, sequence: Array) -> None:
-    """Count tokens whose log-probs at their update are not those of the pass that computed ``prev``.
+    """Count sequences whose log-probs at their update are those of the pass that computed ``prev``, or shifted.
 
-    No weight changes between the two at a batch's first update, which has its first rows. A shift shows in all rows.
+    No weight changes between the two at a batch's first update. Which sequences it has is not recorded.
     """
     curr = block.tokens["curr"].astype(float)
     # A log-prob of 0 stands for one that was not computed.
     is_compared = mask & np.isfinite(curr) & ~((curr == 0) & (prev < UNSURE_LOGPROB))
     is_checked, later, earlier = find_shifts(is_compared, prev, curr, sequence, len(block))
-    sums["curr_sequences"], sums["curr_shifted"] = float(is_checked.sum()), float((later | earlier).sum())
-    first = is_compared & (block.sequences["row"] < FIRST_ROWS)[sequence]
-    noise = logit_noise(curr[first] - prev[first], prev[first])
-    sums["curr_tokens"], sums["curr_noisy"] = float(first.sum()), float((noise > MAX_UPDATE_NOISE).sum())
+    noise = np.where(is_compared, logit_noise(curr - prev, prev), 0.0)
+    noisy, tokens = (
+        np.bincount(sequence[flags], minlength=len(block)) for flags in (is_compared & (noise > MAX_NOISE), is_compared)
+    )
+    counts = {"sequences": is_checked, "shifted": later | earlier, "same": is_checked & (2 * noisy < tokens)}
+    for name, flags in counts.items():
+        sums[f"curr_{name}"] = float(flags.sum())
 
 
 def _sum_tokens_and_sequences(sums: StepSums, trained: TrainedTokens) -> None:

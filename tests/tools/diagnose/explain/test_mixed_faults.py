@@ -40,7 +40,7 @@ def with_current(change, steps=3):
         block = planted_step(0, step, None, 0.0, shape=RunShape(prompts=6, samples=4))
         random = np.random.default_rng(step)
         rows = np.repeat(block.sequences["row"], np.diff(block.offsets))
-        size = np.where(rows < 8, 0.005, 0.3) * -np.expm1(block.tokens["gen"])
+        size = np.where(rows % 4 == 3, 0.005, 0.5) * -np.expm1(block.tokens["gen"])
         block.tokens["curr"] = (block.tokens["prev"] + size * random.standard_normal(len(size))).astype(np.float32)
         change(block, random)
         statistics.add(survey_block(block))
@@ -58,7 +58,10 @@ def blur(block, random):
 def test_a_policy_that_trains_and_is_not_the_recorded_one_is_named_first():
     healthy = diagnose(with_current(lambda block, random: None))
     assert (healthy.health, healthy.detections["current_policy"].state) == ("healthy", "ruled out")
-    for change, text in ((shift, "fits a neighbouring token's prev better"), (blur, "of the tokens of the first rows")):
+    for change, text in (
+        (shift, "fits a neighbouring token's prev better"),
+        (blur, "up to 100% of a step's"),
+    ):
         diagnosis = diagnose(with_current(change))
         assert (diagnosis.health, diagnosis.cause.id) == ("broken", "current_policy")
         assert text in diagnosis.headline
