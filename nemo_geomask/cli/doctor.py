@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 
 EXIT_STATUS = {
     0: "no problems",
@@ -15,7 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments and its help."""
     parser.description = (
         "Report versions, whether packages can be imported, registered losses, and the NeMo-RL APIs that nemo-geomask "
-        "relies on, here and in every environment in which a worker receives a loss."
+        "relies on, here and in every environment in which a worker receives a loss. NeMo-RL is the checkout at "
+        "NEMO_RL_ROOT, if it is set, or else the one that is importable."
     )
     parser.add_argument(
         "--worker", action="append", default=[], metavar="PYTHON", help="check this interpreter too (repeatable)"
@@ -32,7 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from nemo_geomask.hosts.nemo_rl.installation_report import examine_installation
+    from nemo_geomask.recipe.recipe_file import ROOT_VARIABLE
 
+    if root := os.environ.get(ROOT_VARIABLE):  # the NeMo-RL that check and rehearse examine, here and in workers
+        sys.path.insert(0, root)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     report = examine_installation(arguments.worker, ray_address=arguments.ray)
     print("\n".join(report.lines))
     print()

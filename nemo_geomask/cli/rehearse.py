@@ -36,7 +36,7 @@ examples
   nemo-geomask rehearse recipe.yaml
   nemo-geomask rehearse recipe.yaml --dry-run
   nemo-geomask rehearse recipe.yaml ++checkpointing.enabled=true --resume loss_fn.ratio_clip_max=0.3
-  nemo-geomask rehearse recipe.yaml ++loss_fn.name=gspo --steps 2 --ranks 2 --json rehearsal.json
+  nemo-geomask rehearse recipe.yaml ++loss_fn.name=dppo --steps 2 --ranks 2 --json rehearsal.json
 """
 
 

@@ -5,6 +5,7 @@ It also runs in environments where nemo_geomask is missing, so it uses only the 
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -26,13 +27,16 @@ def probe(payload: bytes | None = None) -> dict[str, object]:
 
     Returns:
         ``python``, ``executable``, ``host``; ``packages``: version and location by name, None if missing;
-        ``requires_python``: as nemo_rl declares it here, None if unknown; ``version`` of nemo_geomask; ``losses``:
-        name, value and distribution of each entry point; ``errors`` of imports and of loading the loss.
+        ``requires_python``: as nemo_rl declares it here, None if unknown; ``version`` of nemo_geomask and ``source``,
+        a hash of its code; ``losses``: name, value and distribution of each entry point; ``errors`` of imports and of
+        loading the loss.
     """
     errors: dict[str, str] = {}
     geomask_version: str | None = None
+    geomask_source: str | None = None
     try:
-        geomask_version = importlib.import_module("nemo_geomask").__version__
+        geomask = importlib.import_module("nemo_geomask")
+        geomask_version, geomask_source = geomask.__version__, source_hash(Path(str(geomask.__file__)).parent)
         importlib.import_module("nemo_geomask.losses")  # brings torch and pydantic
     except Exception as error:
         errors["nemo_geomask"] = f"{type(error).__name__}: {error}"
@@ -53,6 +57,7 @@ def probe(payload: bytes | None = None) -> dict[str, object]:
         "host": platform.node(),
         "requires_python": _required_python("nemo_rl"),
         "version": geomask_version,
+        "source": geomask_source,
         "packages": {name: _package(name) for name in names},
         "losses": sorted(
             (point.name, point.value, point.dist.name if point.dist is not None else "unknown distribution")
@@ -60,6 +65,14 @@ def probe(payload: bytes | None = None) -> dict[str, object]:
         ),
         "errors": errors,
     }
+
+
+def source_hash(folder: Path) -> str:
+    """Return a hash of the Python files in a package's folder, which tells builds of one version apart."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def probe_actor(actor: object, payload: bytes) -> dict[str, object]:

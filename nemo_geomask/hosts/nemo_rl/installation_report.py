@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import nemo_geomask
@@ -110,6 +111,12 @@ def _add_environment(
             title,
             f"nemo_geomask is {environment['version']} in {interpreter}, but {nemo_geomask.__version__} in the driver; "
             "make them the same",
+        )
+    elif environment["source"] != environment_probe.source_hash(Path(nemo_geomask.__file__).parent):
+        report.add_problem(
+            title,
+            f"nemo_geomask in {interpreter} is another build of {environment['version']} than the driver's; "
+            "rebuild it: `uv sync --reinstall-package nemo-geomask`, and NRL_FORCE_REBUILD_VENVS=true for the workers",
         )
     check_python(report, environment, title, indent)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import platform
 import sys
 import types
 import warnings
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import nemo_geomask
-from nemo_geomask.errors import ConfigError, GeomaskError, HostAPIError
-from nemo_geomask.hosts.nemo_rl import accepted_apis, host_api, patch
+from nemo_geomask.errors import ConfigError, GeomaskError, HostAPIError, MissingDependencyError
+from nemo_geomask.hosts.nemo_rl import accepted_apis, environment_probe, host_api, patch
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_CONFIG, LOSS_MODULE, SETUPS, neutral_values, prev_readers
 from nemo_geomask.hosts.nemo_rl.geomask_setup import is_wrapped, loss_choices, with_geomask
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version, import_nemo_rl
@@ -61,7 +62,17 @@ def launch(
     if root is not None:
         os.environ.setdefault(ROOT_VARIABLE, str(root))
     accepted_apis.accept(accept)
-    host_api.require_every_run()
+    try:
+        host_api.require_every_run()
+    except GeomaskError:
+        raise
+    except Exception as error:  # of NeMo-RL's modules: pydantic refuses typing.TypedDict before Python 3.12
+        required = environment_probe.probe()["requires_python"]
+        raise MissingDependencyError(
+            f"NeMo-RL can't be imported by {sys.executable}, which is Python {platform.python_version()} (required: "
+            f"{required or 'not declared'}): {type(error).__name__}: {' '.join(str(error).split())[:200]}. "
+            "Use the environment that `uv sync` makes in its checkout; nemo-geomask doctor lists every version"
+        ) from error
     _check_recipe(arguments)
     sys.argv = [script, *arguments]
     before_start()

@@ -169,6 +169,12 @@ def _describe_failure(report: Mapping[str, Any]) -> str | None:
         return f"nemo_geomask is not importable there ({errors['nemo_geomask']})"
     if report["version"] != nemo_geomask.__version__:
         return f"nemo_geomask is {report['version']} there and {nemo_geomask.__version__} here"
+    source = environment_probe.source_hash(Path(nemo_geomask.__file__).parent)
+    if report["source"] != source:
+        return (
+            f"nemo_geomask {nemo_geomask.__version__} has other code there ({report['source']}) than here ({source}): "
+            "an older build; `uv sync --reinstall-package nemo-geomask`, with NRL_FORCE_REBUILD_VENVS=true for workers"
+        )
     if "loss" in errors:
         return f"the loss can't be opened there ({errors['loss']})"
     return None

@@ -100,9 +100,12 @@ def estimate_scale(
         raise ConfigError(Problem(("policy.model_name",), message))
     head, length = output_work_of(facts, shape, trained=trained), facts.number("policy.max_total_sequence_length")
     batch = facts.number("policy.train_global_batch_size")
-    if head is None or not length or not batch:
+    if head is None or length is None or batch is None:
         keys = ("policy.train_global_batch_size", "policy.max_total_sequence_length")
         raise ConfigError(Problem(keys, "the estimate needs both of these keys; set them"))
+    for key, count in (("policy.train_global_batch_size", batch), ("policy.max_total_sequence_length", length)):
+        if count <= 0:
+            raise ConfigError(Problem((key,), f"{count:g} must be above 0"))
     layout = layout_of(facts)
     recompute = facts.is_true(f"policy.{'megatron' if facts.uses_megatron else 'dtensor'}_cfg.activation_checkpointing")
     passes = scoring_passes(facts)

@@ -6,6 +6,7 @@ import importlib
 import logging
 import pickle
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ FINE = {
     "python": "3.13.1",
     "host": "node1",
     "version": nemo_geomask.__version__,
+    "source": environment_probe.source_hash(Path(nemo_geomask.__file__).parent),
     "errors": {},
 }
 
@@ -110,6 +112,7 @@ PROBLEMS = {
         "nemo_geomask is not importable there .ModuleNotFoundError",
     ),
     "version": ({"version": "0.0.1"}, f"nemo_geomask is 0.0.1 there and {nemo_geomask.__version__} here"),
+    "build": ({"source": "0123456789ab"}, "has other code there .0123456789ab. than here"),
     "plugin": (
         {"errors": {"loss": "ModuleNotFoundError: No module named 'my_losses'"}},
         "the loss can't be opened there .ModuleNotFoundError: No module named 'my_losses'",
@@ -167,3 +170,13 @@ def test_the_probe_loads_a_loss_and_reports_what_fails():
     assert environment_probe.probe(b"cno_such_module\nname\n.")["errors"]["loss"].startswith(
         "ModuleNotFoundError: No module named"
     )
+
+
+def test_the_hash_of_a_package_tells_builds_apart(tmp_path):
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "a.py").write_text("x = 1")
+    first = environment_probe.source_hash(tmp_path)
+    (tmp_path / "part" / "notes.txt").write_text("x")
+    assert environment_probe.source_hash(tmp_path) == first
+    (tmp_path / "part" / "a.py").write_text("x = 2")
+    assert environment_probe.source_hash(tmp_path) != first
