@@ -78,12 +78,13 @@ The detector of a stale engine computes the correlation of Δ with the advantage
 """
 CONTEXT_SUMS = (
     *("wrong_tokens", "wrong_tokens_good", "wrong_tokens_bad", "sequences_with_advantages"),
-    *("advantage_squared", "advantage_explained", "pull"),
+    *("tokens_with_advantages", "explained_tokens", "pull"),
 )
 """Sums that tell the harm of a bias that persists; see :mod:`~nemo_geomask.tools.diagnose.measure.context`.
 
 ``wrong_tokens`` is Σ (1 − exp(Δ))₊ over tokens: the expected number of tokens that the training engine would not have
-sampled; ``good`` and ``bad`` are those with A > 0 and A < 0. ``pull`` is Σ (1 − exp(Δ))₊ |V|.
+sampled; ``good`` and ``bad`` are those with A > 0 and A < 0. ``explained_tokens`` is the sum of the share of the
+advantage that the context explains, and ``pull`` is Σ (1 − exp(Δ))₊ times that share.
 """
 SUMS = (*TOKEN_SUMS, *SEQUENCE_SUMS, *CHECK_SUMS, *FAULT_SUMS, *ADVANTAGE_SUMS, *CONTEXT_SUMS)
 """Order of the sums in :attr:`StepSums.sums`."""

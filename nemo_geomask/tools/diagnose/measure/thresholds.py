@@ -207,12 +207,12 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity(
         "advantage explained",
         "share of the mean square of A that its context predicts: environment, turn and the reply before it",
-        lambda sums: np.maximum(sums.mean("advantage_explained", "advantage_squared"), 0.0),
+        lambda sums: np.maximum(sums.mean("explained_tokens", "tokens_with_advantages"), 0.0),
     ),
     Quantity(
         "pull",
-        "Σ (1 − exp(Δ))₊ |V|, mean over responses, V the advantage that the context predicts: the bias that persists",
-        lambda sums: sums.mean("pull", "sequences_with_advantages"),
+        "the wrong tokens of a response, each times the share of A that its context predicts: the bias that persists",
+        lambda sums: np.maximum(sums.mean("pull", "sequences_with_advantages"), 0.0),
     ),
 )
 """Quantities of a run, in the order of the table."""

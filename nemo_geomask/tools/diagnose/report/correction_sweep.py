@@ -21,7 +21,7 @@ from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.losses import PolicyLoss, PrestepPass, build_loss
 from nemo_geomask.losses.prestep import valid_counts
 from nemo_geomask.records.flight import COLUMN_BATCH_KEYS
-from nemo_geomask.tools.diagnose.measure.context import expect_advantages
+from nemo_geomask.tools.diagnose.measure.context import explained_advantage
 from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
 from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES, NO_CORRECTION, RECIPE_SOURCE, Candidate
 from nemo_geomask.tools.shared.intervals import percentile_interval
@@ -31,8 +31,8 @@ REPLICATES = 100
 
 DEFINITIONS = {
     "removed": "share of tokens with c = 0",
-    "pull": "½ Σ |Σ_bin |V| (c − C_V ρ)| / C, mean over responses; bins of Δ and the signs of V; ρ = exp(Δ), V the "
-    "advantage that the context of a token predicts, C the mean of c, C_V that of one sign: the bias that persists",
+    "pull": "½ Σ |Σ s (c / C − ρ)|, mean over responses, inner sums over bins of Δ; ρ = exp(Δ), C the mean of c, s the "
+    "share of the advantage that the context of a token predicts: the bias that persists",
     "bias": "Σ |c − ρ| |g| / Σ ρ |g|: distance of the gradient, token by token, from the gradient on samples of the "
     "policy that trains",
     "variance": "Σ (c g)² / Σ g²: squared gradient over the squared gradient without correction",
@@ -54,8 +54,8 @@ _MEASURES: dict[str, Callable[[Mapping[str, Array]], Array]] = {
 
 DELTA_EDGES = np.array([-1.0, -0.3, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0])
 """Edges between the bins of Δ over which ``pull`` averages what other tokens of a response add to a coefficient."""
-EXPECTED_ADVANTAGE = "expected_advantage"
-"""Key of the batch with V, see :mod:`~nemo_geomask.tools.diagnose.measure.context`; 0 where it is not known."""
+EXPLAINED = "explained_advantage"
+"""Key of the batch with s, see :mod:`~nemo_geomask.tools.diagnose.measure.context`; 0 where it is not known."""
 
 _COLUMNS = ("mask", "gen", "prev", "curr", "ref", "advantages")
 """Recorded columns that a replayed batch contains, where they were recorded."""
@@ -75,8 +75,8 @@ def padded_batch(blocks: Iterable[RecordBlock], max_positions: int = 2**22) -> t
     for block in blocks:
         owner = np.repeat(np.arange(len(block)), np.diff(block.offsets))
         is_trained = block.tokens["mask"].astype(bool) & (block.sequences["sample_mask"] != 0)[owner]
-        context = expect_advantages(block, is_trained)
-        expected = np.zeros(len(owner)) if context is None else context.expected
+        share = explained_advantage(block, is_trained)
+        explained = np.zeros(len(owner)) if share is None else share
         if missing := [name for name in ("gen", "prev", "advantages") if name not in block.tokens]:
             raise DataError(f"the records have no {', '.join(missing)}, which a replay through the loss needs")
         for index in range(len(block)):
@@ -87,14 +87,14 @@ def padded_batch(blocks: Iterable[RecordBlock], max_positions: int = 2**22) -> t
                 continue
             width = new_width
             row = {name: block.tokens[name][begin:end] for name in _COLUMNS if name in block.tokens}
-            row[EXPECTED_ADVANTAGE] = expected[begin:end]
+            row[EXPLAINED] = explained[begin:end]
             row["sample_mask"] = block.sequences["sample_mask"][index]
             row["rewards"] = np.nan_to_num(block.sequences.get("reward", np.zeros(len(block)))[index])
             rows.append(row)
     if not rows:
         raise DataError("the records hold no sequence")
     batch: dict[str, Tensor] = {}
-    for name in (name for name in (*_COLUMNS, EXPECTED_ADVANTAGE) if name in rows[0]):
+    for name in (name for name in (*_COLUMNS, EXPLAINED) if name in rows[0]):
         padded = np.zeros((len(rows), width), np.float32)
         for index, row in enumerate(rows):
             padded[index, : len(row[name])] = row[name]
@@ -193,8 +193,8 @@ class CandidateOutcome:
     tokens: int = 0  # number of compared tokens
     # [1 + REPLICATES, len(_SUMS)], row 0 over all sequences, the other rows over the bootstrap's samples
     sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, len(_SUMS))))
-    # [1 + REPLICATES, 3, 2 × bins]: Σ |V| c, Σ |V| ρ and Σ |V| in each bin of Δ, for V < 0 and V > 0
-    pull_sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, 3, 2 * (len(DELTA_EDGES) + 1))))
+    # [1 + REPLICATES, 2, bins]: Σ s c and Σ s ρ in each bin of Δ
+    pull_sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, 2, len(DELTA_EDGES) + 1)))
     responses: Array = field(default_factory=lambda: np.zeros(1 + REPLICATES))  # number with a compared token
     silent_tokens: int = 0  # number of trained tokens without a gradient, which the measures leave out
     skipped: list[int] = field(default_factory=list)  # steps that the candidate's batch veto would have skipped
@@ -212,15 +212,13 @@ class CandidateOutcome:
     def _replicates(self, measure: str) -> Array:
         """Return a measure over all sequences, followed by its value in each replicate."""
         with np.errstate(invalid="ignore", divide="ignore"):
+            sums = dict(zip(_SUMS, self.sums.T, strict=True))
             if measure != "pull":
-                return _MEASURES[measure](dict(zip(_SUMS, self.sums.T, strict=True)))
-            weighted, expected, size = (
-                part.reshape(1 + REPLICATES, 2, -1) for part in np.moveaxis(self.pull_sums, 1, 0)
-            )
-            mean_of_sign = weighted.sum(axis=2, keepdims=True) / np.maximum(size.sum(axis=2, keepdims=True), 1e-12)
-            mean = weighted.sum(axis=(1, 2)) / np.maximum(size.sum(axis=(1, 2)), 1e-12)
-            pull = np.abs(weighted - mean_of_sign * expected).sum(axis=(1, 2)) / 2 / mean / self.responses
-            return np.where(size.any(axis=(1, 2)) | (self.responses == 0), pull, 0.0)
+                return _MEASURES[measure](sums)
+            weighted, expected = np.moveaxis(self.pull_sums, 1, 0)
+            mean = (sums["c"] / sums["n"])[:, None]
+            pull: Array = np.abs(weighted / mean - expected).sum(axis=1) / 2 / self.responses
+            return pull
 
     def add_step(self, step: int, batch: Mapping[str, Tensor], reference: Tensor, gradient: Tensor) -> None:
         """Add a step's tokens with a finite mismatch and a non-zero reference gradient."""
@@ -247,12 +245,11 @@ class CandidateOutcome:
             "A": advantage,
         }
         self.sums += _sums_and_replicates(step, sequence, count, np.stack([columns[name] for name in _SUMS], axis=1))
-        value = batch[EXPECTED_ADVANTAGE][:, 1:][is_compared].double().numpy()
+        share = batch[EXPLAINED][:, 1:][is_compared].double().numpy()
         bins = len(DELTA_EDGES) + 1
-        cell = sequence * 2 * bins + np.digitize(delta, DELTA_EDGES) + bins * (value > 0)
+        cell = sequence * bins + np.digitize(delta, DELTA_EDGES)
         by_sequence = [
-            np.bincount(cell, np.abs(value) * factor, minlength=2 * bins * count).reshape(count, -1)
-            for factor in (c, rho, np.ones_like(c))
+            np.bincount(cell, share * factor, minlength=bins * count).reshape(count, -1) for factor in (c, rho)
         ]
         has_tokens = np.bincount(sequence, minlength=count) > 0
         rows = np.arange(count)

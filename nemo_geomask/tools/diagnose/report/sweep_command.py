@@ -101,7 +101,7 @@ def run_sweep(
         "no_recommendation": reason,
         "decided_by": decisive,
         "wrong_tokens": sums.mean("wrong_tokens", "sequences_with_advantages"),
-        "advantage_explained": max(sums.mean("advantage_explained", "advantage_squared"), 0.0),
+        "advantage_explained": max(sums.mean("explained_tokens", "tokens_with_advantages"), 0.0),
         "definitions": DEFINITIONS,
         "tokens": {"with_gradient": with_gradient, "trained": with_gradient + outcomes[0].silent_tokens},
         "candidates": [_outcome_json(outcome, on_front=id(outcome) in front) for outcome in outcomes],
