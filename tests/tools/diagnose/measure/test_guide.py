@@ -49,7 +49,7 @@ def reported_metrics():
 
 def prestep_metrics():
     """Return the metrics of the pre-step pass, by their names in its code."""
-    return set(re.findall(r"geomask/batch_\w+", (ROOT / "losses" / "prestep.py").read_text(encoding="utf-8")))
+    return set(re.findall(r"geomask/(?:batch|stale)_\w+", (ROOT / "losses" / "prestep.py").read_text(encoding="utf-8")))
 
 
 def environment_metrics():
