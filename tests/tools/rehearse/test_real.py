@@ -1,4 +1,4 @@
-"""A rehearsal through NeMo-RL's own script and workers that is interrupted; ``make nemo-rl`` runs it.
+"""A rehearsal that is interrupted and preflights, through NeMo-RL's own script and workers, by ``make nemo-rl``.
 
 What rehearsals of all kinds find is in ``tests/evidence/hosts/case_matrix.py``.
 """
@@ -6,6 +6,7 @@ What rehearsals of all kinds find is in ``tests/evidence/hosts/case_matrix.py``.
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -14,8 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_geomask.recipe import nemo_rl_root
-from nemo_geomask.tools.rehearse.supervision import descendants
+from nemo_geomask.recipe import nemo_rl_root, read_recipe
+from nemo_geomask.tools.check import RecipeFacts
+from nemo_geomask.tools.rehearse.launch_environment import launch_environment
+from nemo_geomask.tools.rehearse.plan import plan
+from nemo_geomask.tools.rehearse.supervision import descendants, supervised
+from nemo_geomask.tools.rehearse.tiny_models import write_model, write_prompts
 
 MISSING = [name for name in ("ray", "vllm", "transformers", "hydra") if importlib.util.find_spec(name) is None]
 
@@ -61,3 +66,34 @@ def test_nothing_is_left_after_ctrl_c_while_the_workers_run(tmp_path):
         process.wait(60)
     assert len(births) > 5
     assert [pid for pid, born in births.items() if born is not None and birth(pid) == born] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "flags", "status", "said"),
+    [
+        ([], ["--preflight", "2"], 0, "preflight passed; the run goes on"),
+        # The trainer divides its logits by 0.5 and the sampler's log-probs are those of its raw ones.
+        (
+            ["policy.generation.temperature=0.5", "++policy.generation.vllm_cfg.logprobs_mode=raw_logprobs"],
+            ["--preflight-only"],
+            1,
+            "another temperature in the sampler than in the trainer",
+        ),
+    ],
+)
+def test_a_preflight_of_a_run_with_a_local_checkpoint(tmp_path, overrides, flags, status, said):
+    overrides = ["policy.dtensor_cfg._v2=false", *overrides]
+    facts = RecipeFacts.from_recipe(read_recipe(RECIPE, overrides, leave=("data", "env")))
+    planned = plan(facts, folder=tmp_path, steps=3, has_automodel=False)
+    write_model(planned.model, tmp_path)
+    write_prompts(tmp_path / "prompts.jsonl")
+    checkout, log = nemo_rl_root().resolve(), tmp_path / "log.txt"
+    with launch_environment(tmp_path, checkout, planned, gpus=False, own_environment=False) as environment:
+        command = [sys.executable, "-m", "tests.tools.rehearse.preflight_driver", str(checkout / planned.script)]
+        command += ["--config", str(RECIPE), *overrides, *planned.overrides, *flags, "--out", str(tmp_path / "out")]
+        environment["PYTHONPATH"] = os.pathsep.join([str(RECIPE.parents[2]), environment["PYTHONPATH"]])
+        ended = supervised(command, log=log, timeout=1000, environment=environment, folder=tmp_path)
+    assert ended == status, log.read_text(encoding="utf-8")
+    assert said in (tmp_path / "out" / "report.txt").read_text(encoding="utf-8")
+    steps = log.read_text(encoding="utf-8").count("= Step ")
+    assert (steps, len(list((tmp_path / "out" / "records").glob("*.parquet")))) == (3 if status == 0 else 2, 2)
