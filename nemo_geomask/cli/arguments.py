@@ -23,6 +23,13 @@ def positive_number(text: str) -> float:
     return value
 
 
+def positive_integer(text: str) -> int:
+    """Parse a whole number above 0, for argparse."""
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
+    return int(text)
+
+
 def add_limit_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--limit``, which raises or lowers a limit of :class:`~nemo_geomask.recipe.input_limits.InputLimits`."""
     parser.add_argument(

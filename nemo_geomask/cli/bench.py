@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from nemo_geomask.cli.arguments import positive_number
+from nemo_geomask.cli.arguments import positive_integer, positive_number
 from nemo_geomask.errors import ConfigError
 
 EXIT_STATUS = {0: "measured or estimated", 2: "a mistake in the arguments, the recipe or the installation"}
@@ -68,7 +68,7 @@ def _scale(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gpus",
-        type=_list(_whole_number),
+        type=_list(positive_integer),
         metavar="N,N,...",
         help="numbers of GPUs that train (default: 8,64,512,4096); the recipe's own is added",
     )
@@ -98,7 +98,7 @@ def _scale(parser: argparse.ArgumentParser) -> None:
 
 
 def _logprobs(parser: argparse.ArgumentParser) -> None:
-    whole_numbers = _list(_whole_number)
+    whole_numbers = _list(positive_integer)
     _add(parser, "--tokens", whole_numbers, "T,T,...", "number of tokens", _ByDevice([8192, 16_384], [256]))
     _add(parser, "--hidden", whole_numbers, "H,H,...", "size of the hidden states", _ByDevice([4096], [128]))
     _add(parser, "--vocab", whole_numbers, "V,V,...", "size of the global vocabulary", [151_936])
@@ -129,14 +129,14 @@ def _loss(parser: argparse.ArgumentParser) -> None:
 
 def _step(parser: argparse.ArgumentParser) -> None:
     tokens = _ByDevice([8192, 32_768], [256])
-    _add(parser, "--tokens", _list(_whole_number), "T,T,...", "length of the sequence, in each case", tokens)
+    _add(parser, "--tokens", _list(positive_integer), "T,T,...", "length of the sequence, in each case", tokens)
     for option, placeholder, text, default in (
         ("--vocab", "V", "size of the vocabulary", _ByDevice(151_936, 32_768)),
         ("--layers", "N", "number of the decoder's layers", 4),
         ("--hidden", "H", "size of the hidden states", _ByDevice(2048, 128)),
         ("--heads", "N", "number of attention heads", _ByDevice(16, 4)),
     ):
-        _add(parser, option, _whole_number, placeholder, text, default)
+        _add(parser, option, positive_integer, placeholder, text, default)
     dtypes_help = f"type of the weights: {', '.join(_DTYPES)}"
     _add(parser, "--dtypes", _dtype, "D", dtypes_help, _ByDevice("bfloat16", "float32"))
     limit_help = "memory that a step may take beyond weights and batch, for the longest sequence that fits"
@@ -181,8 +181,8 @@ def _add_paths(parser: argparse.ArgumentParser) -> None:
 
 def _add_common(parser: argparse.ArgumentParser, *, repeats: int | _ByDevice) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch sees a GPU")
-    _add(parser, "--repeats", _whole_number, "N", "measured rounds", repeats)
-    parser.add_argument("--threads", type=_whole_number, metavar="N", help="CPU threads")
+    _add(parser, "--repeats", positive_integer, "N", "measured rounds", repeats)
+    parser.add_argument("--threads", type=positive_integer, metavar="N", help="CPU threads")
     _add(parser, "--seed", int, "N", "seed of the inputs", 0)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write <benchmark>-<machine>-<date>.json there")
 
@@ -191,14 +191,8 @@ def _list(convert: Callable[[str], _Value]) -> Callable[[str], list[_Value]]:
     return lambda text: [convert(word.strip()) for word in text.split(",")]
 
 
-def _whole_number(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
-    return int(text)
-
-
 def _batch(text: str) -> list[int]:
-    numbers = _list(_whole_number)(text)
+    numbers = _list(positive_integer)(text)
     if len(numbers) != 2:
         raise argparse.ArgumentTypeError(f"'{text}' is not two numbers, the number of sequences and their length")
     return numbers

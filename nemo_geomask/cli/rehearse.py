@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.cli.arguments import ACCEPT_HELP, positive_number
+from nemo_geomask.cli.arguments import ACCEPT_HELP, positive_integer, positive_number
 
 EXIT_STATUS = {
     0: "every step was trained by the loss that the recipe names, and the report names no fault",
@@ -55,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="key.path=value",
         help="settings that replace the recipe's, as NeMo-RL takes them: ++key.path=value where it has no such key",
     )
-    parser.add_argument("--steps", type=_positive_integer, default=3, metavar="N", help="rollout batches (default: 3)")
+    parser.add_argument("--steps", type=positive_integer, default=3, metavar="N", help="rollout batches (default: 3)")
     parser.add_argument(
-        "--ranks", type=_positive_integer, default=1, metavar="N", help="processes that train (default: 1)"
+        "--ranks", type=positive_integer, default=1, metavar="N", help="processes that train (default: 1)"
     )
     parser.add_argument(
         "--env",
@@ -106,12 +106,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a new or an empty folder, or a rehearsal's, which is replaced (default: results/rehearsal/<recipe>)",
     )
-
-
-def _positive_integer(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
-    return int(text)
 
 
 def _override(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from nemo_geomask.cli.arguments import ACCEPT_HELP
+from nemo_geomask.cli.arguments import ACCEPT_HELP, positive_integer
 from nemo_geomask.errors import ConfigError
 
 EXIT_STATUS = {
@@ -44,7 +44,7 @@ def _add_preflight(parser: argparse._ActionsContainer) -> None:
         "--preflight",
         nargs="?",
         const=2,
-        type=_step_count,
+        type=positive_integer,
         metavar="N",
         help="record and judge the first N steps of the run (default: 2); then go on, or stop with the reason",
     )
@@ -62,12 +62,6 @@ def _add_preflight(parser: argparse._ActionsContainer) -> None:
         metavar="DIR",
         help="folder for its records and report, which is emptied (default: results/preflight)",
     )
-
-
-def _step_count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -142,13 +142,9 @@ def _call_workers(groups: Any, function: Callable[[Any], Any]) -> list[Any]:
     return answers
 
 
-def stop_workers() -> None:
-    """Undo what was changed in the training workers."""
+def stop_workers() -> list[Any]:
+    """Undo what was changed in the training workers, and return their policies in this process."""
     _call_workers(_policies, worker_counts.stop_counting)
-
-
-def policies() -> list[Any]:
-    """Return the policies of this process whose workers are observed."""
     return list(_policies)
 
 

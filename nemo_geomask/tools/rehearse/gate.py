@@ -23,6 +23,11 @@ from nemo_geomask.tools.rehearse.update_check import MAX_RATIO_ERROR, MAX_UPDATE
 _LOST_RECORD = re.compile(
     r"records: step \d+ (?:lost|is without curr)(?: \(\d+ so far\) on the way to [^:]*)?(?:: )?(.*)"
 )
+_WIDEN = "widen the bounds, unless the diagnosis names a fault; a tiny model's mismatch is not the real model's"
+_OTHER_ROWS = "a microbatch's log-probs, masks and advantages must be of the same rows, on every rank"
+_GROWTH = 5.0  # of the mismatch, within a preflight
+MAX_LOSS_ERROR = 1e-4
+"""Largest difference of the logged loss from that of the recorded batch, over the sum of its terms' sizes."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +158,7 @@ def no_step_was_vetoed(evidence: RunEvidence) -> Iterator[RunFailure]:
         kl = evidence.metrics[vetoed[0]].get("geomask/batch_kl", math.nan)
         every = "every step" if len(vetoed) == len(evidence.steps) else f"step {_listed(vetoed)}"
         message = f"{every} was vetoed and not trained: its mismatch KL, {kl:.3g}, is beyond loss_fn.batch_veto.max"
-        fix = (
-            "widen it for the rehearsal, unless the diagnosis below names a fault: a tiny model's mismatch is not the "
-            "real model's"
-        )
-        yield _problem("veto", message, "loss_fn.batch_veto.max", fix)
+        yield _problem("veto", message, "loss_fn.batch_veto.max", _WIDEN)
 
 
 def something_was_kept(evidence: RunEvidence) -> Iterator[RunFailure]:
@@ -171,10 +172,7 @@ def something_was_kept(evidence: RunEvidence) -> Iterator[RunFailure]:
     if emptied:
         every = "any step" if len(emptied) == len(evidence.steps) else f"step {_listed(emptied)}"
         message = f"nothing was kept of {every}: the masks removed all tokens, so that it did not train"
-        fix = "; ".join(evidence.forecasts) or (
-            "a tiny model's mismatch is larger than a real one's: widen min and max for the rehearsal, unless the "
-            "diagnosis below names a fault"
-        )
+        fix = "; ".join(evidence.forecasts) or _WIDEN
         yield _problem("step", message, "loss_fn.masks", fix)
 
 
@@ -248,6 +246,22 @@ def validation_ran(evidence: RunEvidence) -> Iterator[RunFailure]:
         yield _problem("val", "NeMo-RL has not validated, and --validate was given", "grpo.val_period, data.validation")
 
 
+def caches_are_reset(evidence: RunEvidence) -> Iterator[RunFailure]:
+    """Require that a mismatch that was usual at first stays so, while the engine holds the trainer's weights."""
+    limit = math.inf if evidence.mismatch is None else evidence.mismatch.limits.k3
+    k3 = {step: values["gen_kl_error"] for step, values in sorted(evidence.metrics.items()) if "gen_kl_error" in values}
+    comparisons = [event["differences"] for event in evidence.events if "differences" in event]
+    first, *later = k3.items() or [(0, math.inf)]
+    step = next((step for step, value in later if first[1] < limit < value and value > _GROWTH * first[1]), None)
+    if step is not None and comparisons and not any(comparisons):
+        message = (
+            f"the mismatch of step {step}, {k3[step]:.2g}, is {k3[step] / first[1]:.0f} times that of step {first[0]}, "
+            "though the engine holds the trainer's weights: it still uses what it computed with older ones"
+        )
+        fix = "reset the prefix cache after each refit (grpo.async_grpo.recompute_kv_cache_after_weight_updates)"
+        yield _problem("refit", message, "policy.generation.vllm_cfg.enable_prefix_caching", fix)
+
+
 def logprobs_agree(evidence: RunEvidence) -> Iterator[RunFailure]:
     """Require that the log-probs of sampler and trainer differ no more than in a healthy tiny model."""
     mismatch = evidence.mismatch
@@ -274,11 +288,6 @@ def policy_is_unchanged_at_first_update(evidence: RunEvidence) -> Iterator[RunFa
                 return
 
 
-_OTHER_ROWS = "a microbatch's log-probs, masks and advantages must be of the same rows, on every rank"
-MAX_LOSS_ERROR = 1e-4
-"""Largest difference of the logged loss from that of the recorded batch, over the sum of its terms' sizes."""
-
-
 def loss_is_that_of_the_batch(evidence: RunEvidence) -> Iterator[RunFailure]:
     """Require that the workers' loss is that of the recorded batch, computed in one piece."""
     for step, (expected, size) in sorted(evidence.replayed.items()):
@@ -301,6 +310,7 @@ CONDITIONS: tuple[Condition, ...] = (
     # In this order, because an unmet condition often explains those after it.
     loss_was_called,
     weights_reached_the_engine,
+    caches_are_reset,
     logprobs_agree,
     policy_is_unchanged_at_first_update,
     loss_is_that_of_the_batch,

@@ -78,8 +78,7 @@ def update_limits(trainer: str, *, experts: bool, temperature: float = 1.0) -> H
 
 
 def _at_temperature(limits: HealthyLimits, temperature: float) -> HealthyLimits:
-    if temperature <= 0:
-        return limits
+    temperature = temperature if temperature > 0 else 1.0
     return replace(limits, noise=limits.noise / temperature, far_noise=limits.far_noise / temperature)
 
 

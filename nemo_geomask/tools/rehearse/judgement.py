@@ -28,15 +28,9 @@ def with_records(
     rows: int,
     is_filtered: bool,
 ) -> RunEvidence:
-    """Return the evidence with the verdicts on records.
+    """Return the evidence with the verdicts on the records in ``source``, or on NeMo-RL's logs, which have no π_θ.
 
-    Args:
-        source: folder of the records, or of NeMo-RL's logs, which have no π_θ.
-        limits: of the gap between trainer and sampler.
-        update_limits: of the gap between π_θ and π_old at first updates.
-        config: settings of the loss that trained.
-        rows: number of rows that an update trains on.
-        is_filtered: True if the run samples with top-p or top-k.
+    The arguments are those of :func:`~.mismatch_check.check_mismatch`, and of the functions of ``update_check``.
     """
     from nemo_geomask.tools.rehearse.mismatch_check import check_mismatch
     from nemo_geomask.tools.rehearse.update_check import check_update, replay_losses
@@ -57,10 +51,8 @@ def read_samples(source: Path) -> Samples:
         samples = {}
         for step in run.steps:
             blocks = [(block.tokens, block.tokens["mask"].astype(bool)) for block in read_step(run, step)]
-            columns = ("tokens", "gen") if all("gen" in tokens for tokens, _ in blocks) else ("tokens",)
-            samples[step] = [
-                [value for tokens, mask in blocks for value in tokens[name][mask].tolist()] for name in columns
-            ]
+            names = [name for name in ("tokens", "gen") if all(name in tokens for tokens, _ in blocks)]
+            samples[step] = [[x for tokens, mask in blocks for x in tokens[name][mask].tolist()] for name in names]
     except GeomaskError:
         return {}
     return samples

@@ -8,7 +8,6 @@ it is undone: patches in this process and in the workers, and the records.
 from __future__ import annotations
 
 import argparse
-import heapq
 import importlib
 import time
 from collections.abc import Sequence
@@ -110,9 +109,8 @@ class Preflight:
 
     def _detach(self) -> None:
         """Undo what was changed for the preflight in this process and in the workers."""
-        event_hooks.stop_workers()
-        if not self._keeps_records:
-            for policy in event_hooks.policies():
+        for policy in event_hooks.stop_workers():
+            if not self._keeps_records:
                 stop_recording(policy)
         for each in reversed(self._patches):
             each.undo()
@@ -149,15 +147,15 @@ class Preflight:
     def _worst_tokens(self) -> list[str]:
         """Return lines on the tokens that differ most between the engines, with the text before them."""
         try:
-            worst = heapq.nlargest(_WORST, survey_run(find_run(self._records)).worst_tokens)
+            worst = survey_run(find_run(self._records)).worst_tokens[:_WORST]
             name = self._facts.get("policy.tokenizer.name", self._facts.get("policy.model_name"))
             decode = importlib.import_module("transformers").AutoTokenizer.from_pretrained(name).decode
         except (GeomaskError, ImportError, OSError, ValueError) as error:
             return [f"no texts of tokens: {error}"]
-        places = [f"step {token.step}, row {token.row}, token {token.position}" for token in worst]
         return [
-            f"  {place}: gen {token.gen:.3g}, prev {token.prev:.3g}: {decode(token.context)[-60:]!r}"
-            for place, token in zip(places, worst, strict=True)
+            f"  step {each.step}, row {each.row}, token {each.position}: gen {each.gen:.3g}, prev {each.prev:.3g}: "
+            f"{decode(each.context)[-60:]!r}"
+            for each in worst
         ]
 
 

@@ -19,7 +19,6 @@ from nemo_geomask.tools.check import Finding, RecipeFacts, check
 from nemo_geomask.tools.rehearse.control_run import (
     Comparison,
     Samples,
-    compare,
     control_overrides,
     settings_of_ours_alone,
 )
@@ -69,7 +68,7 @@ class Rehearsal:
         """Comparisons of the last step with the resumed one; empty if none was resumed."""
         if self.outcome is None or self.resumed is None:
             return ()
-        return tuple(compare(*_of_both(self.outcome, self.resumed)))
+        return tuple(self.outcome.compare(self.resumed))
 
     @property
     def resume_cause(self) -> Finding | None:
@@ -85,7 +84,7 @@ class Rehearsal:
         """Comparisons of the run with the control; empty without a control."""
         if self.outcome is None or self.control is None:
             return ()
-        return tuple(compare(*_of_both(self.outcome, self.control)))
+        return tuple(self.outcome.compare(self.control))
 
     @property
     def ok(self) -> bool:
@@ -101,10 +100,6 @@ class Rehearsal:
             return False
         comparisons = (*self.comparisons, *(() if self.resume_changes else self.resumptions))
         return trained and all(comparison.equal for comparison in comparisons if comparison.sampled_alike)
-
-
-def _of_both(first: RunResult, second: RunResult) -> tuple[Any, Any, tuple[Samples, Samples]]:
-    return first.metrics, second.metrics, (first.samples, second.samples)
 
 
 def has_gpus() -> bool:

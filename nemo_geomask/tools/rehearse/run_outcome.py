@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from nemo_geomask.tools.rehearse.control_run import Samples
+from nemo_geomask.tools.rehearse.control_run import Comparison, Samples, compare
 from nemo_geomask.tools.rehearse.error_causes import MEMORY, likely_cause
 from nemo_geomask.tools.rehearse.event_log import STAGES
 from nemo_geomask.tools.rehearse.mismatch_check import Mismatch
@@ -68,6 +68,10 @@ class RunResult:
     replayed: int = 0  # number of steps whose loss was recomputed from the record
     # comparisons of the weights of trainer and engine after refits: ``weights`` events
     weights: tuple[Mapping[str, Any], ...] = ()
+
+    def compare(self, other: RunResult) -> Iterator[Comparison]:
+        """Compare the metrics of this run with those of another."""
+        return compare(self.metrics, other.metrics, (self.samples, other.samples))
 
     def judged(self, unmet: tuple[RunFailure, ...], **verdicts: Any) -> RunResult:
         """Return the outcome with the conditions that it does not meet; the first is its failure if it had none.

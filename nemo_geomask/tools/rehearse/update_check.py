@@ -7,12 +7,11 @@ recomputed from the recorded π_θ in one piece: masks, counts or rows of anothe
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,7 +38,16 @@ MAX_RATIO_ERROR = 0.02
 MAX_UPDATE_K3 = 0.01
 """Largest mean of exp(Δ) − 1 − Δ at a first update, nats a token."""
 _PATHS = "loss_fn.logprob_backend, policy.sequence_packing, policy.megatron_cfg"
-_PASSES = "the training pass, in which the loss gets its log-probs, and the pass that computed prev_logprobs"
+_SHIFTED = (
+    "the loss gets each token's neighbour's log-prob (curr is shifted by a token against prev)",
+    _PATHS,
+    "column t of what the back end returns must be about the token that NeMo-RL's own path has there",
+)
+_EXCHANGED = (
+    "the loss gets the log-probs of other rows (curr of a sequence is prev of another)",
+    _PATHS,
+    "the rows of a microbatch and its log-probs must be in the same order, also where they are packed",
+)
 
 
 def check_update(folder: Path, limits: HealthyLimits, *, rows: int) -> Mismatch:
@@ -49,7 +57,6 @@ def check_update(folder: Path, limits: HealthyLimits, *, rows: int) -> Mismatch:
         folder: ``loss_fn.record.dir``.
         rows: number of rows that an update trains on; the first update has the first ones of each step's batch.
     """
-    np: Any = importlib.import_module("numpy")
     parts, shifted, exchanged = [], [], []
     try:
         run = find_run(folder)
@@ -67,20 +74,9 @@ def check_update(folder: Path, limits: HealthyLimits, *, rows: int) -> Mismatch:
     if gap.tokens < MIN_TOKENS:
         needed = f"{MIN_TOKENS} are needed; NeMo-RL computes no π_old where the loss doesn't read it"
         return replace(verdict, unjudged=f"only {gap.tokens} tokens have π_old and π_θ; {needed}")
-    if share := float(np.mean(shifted)):
-        return verdict.with_fault(
-            "the loss gets each token's neighbour's log-prob (curr is shifted by a token against prev)",
-            _PATHS,
-            "column t of what the back end returns must be about the token that NeMo-RL's own path has there",
-            f"{share:.0%} of the sequences",
-        )
-    if share := float(np.mean(exchanged)):
-        return verdict.with_fault(
-            "the loss gets the log-probs of other rows (curr of a sequence is prev of another)",
-            _PATHS,
-            "the rows of a microbatch and its log-probs must be in the same order, also where they are packed",
-            f"{share:.0%} of the sequences",
-        )
+    for shares, fault in ((shifted, _SHIFTED), (exchanged, _EXCHANGED)):
+        if share := float(np.mean(shares)):
+            return verdict.with_fault(*fault, f"{share:.0%} of the sequences")
     if not verdict.is_beyond and abs(gap.ratio - 1) <= MAX_RATIO_ERROR and gap.k3 <= MAX_UPDATE_K3:
         return verdict
     sides = f"mean of exp(curr − prev) {gap.ratio:.4g}, and no weight has changed between the two"
@@ -94,7 +90,7 @@ def check_update(folder: Path, limits: HealthyLimits, *, rows: int) -> Mismatch:
     return verdict.with_fault(
         "the policy that trains is not the one that computed prev_logprobs (curr differs from prev at a first update)",
         f"{_PATHS}, dropout",
-        f"compare {_PASSES}: dropout, precision, packing, batch-dependent kernels, a weight that changed",
+        "compare the training pass with that of prev_logprobs: dropout, precision, packing, kernels, a changed weight",
         sides,
     )
 

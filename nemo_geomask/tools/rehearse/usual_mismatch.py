@@ -16,13 +16,8 @@ USUAL: Mapping[tuple[str, bool], tuple[float, str]] = {
     ("fp8", True): (1.06e-2, "NeMo-RL issue 2971: 0.0056 to 0.0106; qwen3-5.md: 0.0024 to 0.0031 of the 35B model"),
     ("nvfp4", False): (1e-3, "NeMo-RL docs/guides/quantization-aware-rl.md: at first close to that of bfloat16"),
     ("nvfp4", True): (3.2e-3, "NeMo-RL docs/guides/quantization-aware-rl.md: at first close to that of bfloat16"),
-    ("float32", False): (1e-6, "rehearsals of this package"),
-    ("float32", True): (1e-6, "rehearsals of this package"),
 }
-"""Usual mismatch between a trainer in bfloat16 and an engine; in float32, both are."""
-
-_MARGIN = 3.0
-"""Factor beyond the usual mismatch at which a run is stopped: layouts and lengths of responses differ as much."""
+_MARGIN = 3.0  # factor beyond the usual mismatch at which a run is stopped: layouts and lengths differ as much
 UPDATE = HealthyLimits(noise=0.1, far=0.1, of="a trainer against itself")
 """Limits of π_θ at a first update against π_old, whose batches differ, on a real model's kernels."""
 
@@ -31,19 +26,15 @@ def precisions(facts: RecipeFacts) -> tuple[str, str]:
     """Return the precisions of trainer and engine: ``float32``, ``bfloat16``, ``fp8`` or ``nvfp4``."""
     trainer = "fp8" if facts.is_true("policy.megatron_cfg.fp8_cfg.enabled") else str(facts.get("policy.precision"))
     engine = str(facts.get("policy.generation.vllm_cfg.precision", facts.get("policy.precision")))
-    quantised = {
-        section: "nvfp4" for section in ("policy", "policy.generation") if facts.get(f"{section}.quant_cfg") is not None
-    }
-    return quantised.get("policy", trainer), quantised.get("policy.generation", engine)
+    is_quantised = [facts.get(f"{section}.quant_cfg") is not None for section in ("policy", "policy.generation")]
+    return "nvfp4" if is_quantised[0] else trainer, "nvfp4" if is_quantised[1] else engine
 
 
 def usual_limits(facts: RecipeFacts, *, experts: bool) -> HealthyLimits:
     """Return the limits on the mismatch of a recipe's run."""
     pair = precisions(facts)
     lowest = next((name for name in ("nvfp4", "fp8") if name in pair), "bfloat16")
-    lowest = "float32" if pair == ("float32", "float32") else lowest
     k3, source = USUAL[lowest, experts]
     kind = "a mixture of experts" if experts else "a dense model"
     of = f"{kind}, {pair[0]} trainer and {pair[1]} engine ({source})"
-    is_exact = lowest == "float32"
-    return HealthyLimits(noise=1e-3 if is_exact else 0.3, far=0.02 if is_exact else 0.25, of=of, k3=_MARGIN * k3)
+    return HealthyLimits(noise=0.3, far=0.25, of=of, k3=_MARGIN * k3)

@@ -45,8 +45,7 @@ _TOLERANCE = 1e-10
 """Largest difference of two sums that float64's rounding explains, relative to the sum of absolute values."""
 
 _ENGINE_TIMEOUT = 60.0  # seconds
-PART = 1 << 24
-"""Number of values that are converted at once."""
+PART = 1 << 24  # values that are converted at once
 
 # In a training worker: the sums of the last complete refit, and the number of refits.
 _sent: Sums = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -150,6 +151,18 @@ def test_an_engine_that_keeps_old_weights():
         in (stale.error)
     )
     assert "the same after 1 refit before" in stale.error
+
+
+def test_a_cache_from_before_a_refit():
+    """Only limits for real models tell a mismatch that grew: a tiny one's varies by more."""
+    grown = {1: {"gen_kl_error": 1e-3}, 2: {"gen_kl_error": 0.02}}
+    real = Mismatch(replace(LIMITS, k3=3e-3))
+    (found,) = unmet(metrics=grown, mismatch=real)
+    assert found.error.startswith("the mismatch of step 2, 0.02, is 20 times that of step 1, though the engine holds")
+    assert errors(metrics=grown, mismatch=Mismatch(LIMITS)) == []
+    assert errors(metrics={1: {"gen_kl_error": 0.01}, 2: {"gen_kl_error": 0.02}}, mismatch=real) == []
+    stale = [refit(1), refit(2, "layers.0"), *map(proof, range(4))]
+    assert not any("still uses" in error for error in errors(metrics=grown, mismatch=real, events=stale))
 
 
 def test_a_refit_that_is_left_out():
