@@ -17,9 +17,7 @@ from nemo_geomask.metrics import Metric, Reduction
 class MismatchStatistics(NamedTuple):
     """Statistics of the mismatch log-ratio that the weight needs; None where its settings need none."""
 
-    at_level: (
-        PooledStatistic | None
-    )  # as _POOLED_BY has it, the sum for a plugin's level; None for token and masks_only
+    at_level: PooledStatistic | None  # as _POOLED_BY has it, or the sum for a plugin's level
     mean: PooledStatistic | None  # for truncation seq-mask-tis, whatever the level
     tokens: PooledStatistic | None = None  # number of trained tokens of the turn, for a plugin's level over turns
 

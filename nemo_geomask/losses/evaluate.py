@@ -150,9 +150,7 @@ def _local_loss_and_metrics(
     reports = [
         Metric(("loss",), "local_sum", lambda: loss, normalizer),
         Metric(("kl_penalty",), "local_sum", lambda: zero if kl is None else kl, normalizer),
-        Metric(
-            ("geomask/invalid_counts",), "shared_count", lambda: (~((counts >= 0) & (counts < torch.inf))).sum().float()
-        ),
+        Metric(("geomask/invalid_counts",), "shared_count", lambda: _count_invalid(counts)),
         Metric(("positive_nll_loss",), "local_sum", lambda: zero if nll is None else nll, nll_normalizer),
     ]
     metrics.add(reports)
