@@ -52,7 +52,7 @@ def is_in_source(checkout: Path, text: str) -> bool:
 
 @functools.cache
 def words_in_source(checkout: Path, section: str, key: str, algorithm: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the words that NeMo-RL compares a key with, and those of closed sets, which are all that it accepts.
+    """Return the words that NeMo-RL compares a key with, and those that are all it accepts; empty if open.
 
     Args:
         checkout: folder of NeMo-RL's source.
@@ -63,6 +63,7 @@ def words_in_source(checkout: Path, section: str, key: str, algorithm: str) -> t
     other = checkout / "nemo_rl/algorithms" / ("ppo.py" if algorithm == "grpo" else "grpo.py")
     words: set[str] = set()
     accepted: set[str] = set()
+    is_closed = False
     for path, text in source_texts(checkout).items():
         if key not in text or path == other or (key in _GENERIC_KEYS and section not in text):
             continue
@@ -71,8 +72,10 @@ def words_in_source(checkout: Path, section: str, key: str, algorithm: str) -> t
             is_here = has_own_name or (comparison.section and _overlap(comparison.section, section))
             if comparison.key == key and (is_here or key not in _GENERIC_KEYS):
                 words.update(comparison.words)
-                accepted.update(comparison.words if comparison.is_closed and is_here else ())
-    return frozenset(words), frozenset(accepted)
+                accepted.update(comparison.words if is_here else ())
+                is_closed = is_closed or bool(comparison.is_closed and is_here)
+    # A section may be compared in several places, of which one refuses what belongs to another section of its name.
+    return frozenset(words), frozenset(accepted if is_closed else ())
 
 
 def _overlap(first: str, second: str) -> bool:

@@ -14,7 +14,7 @@ from nemo_geomask.tools.check.rule import Hit, rule
 from nemo_geomask.tools.check.setting_author import enclosing_sections, user_keys
 from nemo_geomask.tools.check.source_words import words_in_recipes, words_in_source
 
-_WORD = re.compile(r"[A-Za-z][\w.-]{1,60}")
+_WORD = re.compile(r"[A-Za-z][\w.+-]{1,60}")
 _IMPORT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _FREE_SECTION = re.compile(r"(^|\.)(logger|loss_fn|env_vars|\w*overrides|\w*_kwargs|non_colocated_teachers)\.")
 """Sections whose texts are free, that are checked elsewhere, or that NeMo-RL passes on to other libraries."""
@@ -57,7 +57,7 @@ def _refused_word(facts: RecipeFacts) -> Iterator[Hit]:
         _, accepted = _words(key, facts)
         # Evaluation has datasets of its own; a name with a dot is that of a class.
         if accepted and value not in accepted and "." not in value and "eval" not in facts.recipe.data:
-            nearest = difflib.get_close_matches(value.lower(), accepted, n=1, cutoff=0.5)
+            nearest = _nearest(value, accepted, cutoff=0.5)
             allowed = ", ".join(sorted(accepted)[:12])
             yield Hit(key, f"{value}: NeMo-RL refuses it; it takes {allowed}", fix={key: nearest[0]} if nearest else {})
 
@@ -79,10 +79,16 @@ def _misspelt_word(facts: RecipeFacts) -> Iterator[Hit]:
             continue
         if _IMPORT.fullmatch(value):
             known = words_in_recipes(facts.nemo_rl).get(key.rpartition(".")[2], ()) if _lacks_name(value) else ()
-        nearest = difflib.get_close_matches(value, known, n=1, cutoff=_NEAR)
+        nearest = _nearest(value, known, cutoff=_NEAR)
         nearest = nearest or [word for word in sorted(known) if word.startswith(value) and len(value) > 2][:1]
         if nearest:
             yield Hit(key, f"{value}: neither NeMo-RL's source nor its recipes have this word", fix={key: nearest[0]})
+
+
+def _nearest(value: str, words: Collection[str], cutoff: float) -> list[str]:
+    """Return the word most similar to a value, in whatever case; an empty list if none is similar enough."""
+    by_lower = {word.lower(): word for word in sorted(words)}
+    return [by_lower[word] for word in difflib.get_close_matches(value.lower(), by_lower, n=1, cutoff=cutoff)]
 
 
 def _lacks_name(path: str) -> bool:
