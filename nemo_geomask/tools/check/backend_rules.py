@@ -10,9 +10,6 @@ from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
 from nemo_geomask.tools.check.setting_author import nearest_to_user
 
-_LORA = "policy.dtensor_cfg.lora_cfg"
-_PEFT = "policy.megatron_cfg.peft"
-_PRETRAINED = "checkpointing.pretrained_checkpoint"
 _MEGATRON_OPTIMIZER = "policy.megatron_cfg.optimizer"
 _RATES = {True: f"{_MEGATRON_OPTIMIZER}.lr", False: "policy.optimizer.kwargs.lr"}
 """Key of the learning rate under Megatron, and under DTensor."""

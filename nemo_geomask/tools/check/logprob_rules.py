@@ -14,8 +14,6 @@ _LOGPROBS_MODE = "policy.generation.vllm_cfg.logprobs_mode"
 
 
 _MEGATRON = "policy.megatron_cfg.enabled"
-_DEFERRED = "policy.megatron_cfg.defer_fp32_logits"
-_CHUNK_SIZE = "policy.logprob_chunk_size"
 _DTENSOR_CP = "policy.dtensor_cfg.context_parallel_size"
 # Why a backend needs certain settings; every other backend takes all logits.
 _BACKEND_REASON = {"mcore": "works over Megatron's own process groups", "geomask_linear": "takes hidden states"}

@@ -133,10 +133,6 @@ def _unread_key(facts: RecipeFacts) -> Iterator[Hit]:
             yield Hit(key, f"{value}: the NeMo-RL in {facts.nemo_rl} does not read this key; use a newer version")
 
 
-_KL_REWARD_ESTIMATOR = {"grpo": "reinforce_plus_plus", "ppo": "gae"}
-"""Advantage estimator of NeMo-RL that adds the KL to the reward, by algorithm."""
-
-
 @rule("GM207", "warning", "docs/background/kl.md")
 def _biased_kl_gradient(facts: RecipeFacts) -> Iterator[Hit]:
     """KL estimator whose gradient is not that of the KL."""
