@@ -30,7 +30,7 @@ examples
   nemo-geomask lab recipes/lab/demo.yaml --seeds 1..10 --jobs 8 --out results/demo
   nemo-geomask lab recipes/lab/bfloat16.yaml --vary loss_fn.reference_policy_kl_type=k1,k2,k3 --vary policy.lr=1e-3,2e-3
   nemo-geomask lab recipes/lab/bfloat16.yaml --loss-from my_nemo_rl_recipe.yaml
-  nemo-geomask lab report results/demo --baseline clipped_pg:none --target 0.4
+  nemo-geomask lab report results/demo --baseline clipped_pg:none
   nemo-geomask lab recipes/lab/vllm.yaml
   nemo-geomask lab recipes/lab/bfloat16.yaml --tp 2 --cp 2 --docs-per-step 100 policy.train_micro_batch_size=10
 """
@@ -77,9 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LABEL",
         help="for report: variant that the others are compared with (default: the uncorrected one)",
     )
-    parser.add_argument(
-        "--target", type=float, metavar="R", help="for report: reward of 'reached the target' (default: 0.5)"
-    )
     parser.add_argument("--steps", type=int, help="grpo.max_num_steps: rollout batches per variant")
     parser.add_argument("--engine", choices=("copy", "vllm"), help="policy.generation.backend: the engine that samples")
     parser.add_argument(
@@ -107,10 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
     from nemo_geomask.tools.lab.train_recipe import report_runs, train_recipe
 
     if arguments.recipe == "report":
-        return report_runs(arguments.overrides, baseline=arguments.baseline, target=arguments.target, out=arguments.out)
-    for flag in ("baseline", "target"):
-        if getattr(arguments, flag) is not None:
-            raise ConfigError(f"--{flag} belongs to nemo-geomask lab report DIR; remove it here")
+        return report_runs(arguments.overrides, baseline=arguments.baseline, out=arguments.out)
+    if arguments.baseline is not None:
+        raise ConfigError("--baseline belongs to nemo-geomask lab report DIR; remove it here")
     flags = {
         "grpo.seed": arguments.seed,
         "grpo.max_num_steps": arguments.steps,

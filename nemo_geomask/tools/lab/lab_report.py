@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_geomask.errors import ConfigError, GeomaskError
 from nemo_geomask.optional import require
-from nemo_geomask.tools.lab.outcome import TARGET, VariantSummary, group_by_variant, summarize_variants
+from nemo_geomask.tools.lab.outcome import VariantSummary, group_by_variant, summarize_variants
 from nemo_geomask.tools.lab.run_store import RunCurves, read_curves
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
 from nemo_geomask.tools.shared.json_output import to_json
@@ -24,12 +24,10 @@ def report_results(
     console: Any,
     *,
     baseline: str | None = None,
-    target: float = TARGET,
 ) -> list[VariantSummary]:
     """Print the table of all runs in some folders; write ``summary.json`` and ``lab.png`` to ``out``.
 
     ``baseline`` is the label of the variant that the others are compared with; None: see :func:`default_baseline`.
-    ``target`` is the reward of the measure "steps to target".
 
     Raises: ConfigError: there are no runs, or no run has the baseline's label.
     """
@@ -39,7 +37,7 @@ def report_results(
         raise ConfigError(f"--baseline: no run of '{baseline}' here; there are {', '.join(labels)}")
     baseline = baseline or default_baseline(curves)
     curves.sort(key=lambda curve: curve.label != baseline)
-    summaries = summarize_variants(curves, target=target)
+    summaries = summarize_variants(curves)
     _print_table(summaries, baseline, console)
     report = {
         **{key: curves[0].facts[key] for key in ("chance", "sampler", "precision")},
@@ -106,8 +104,6 @@ _LINES: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("best 10 steps", _number_cell(".3f", "reward_best")),
     ("collapsed", _seed_count_cell("collapses")),
     ("died", _seed_count_cell("deaths")),
-    ("reached the target", _seed_count_cell("reached")),
-    ("  after steps, median", _number_cell(".0f", "steps_to_target")),
     ("mismatch, mean |Δ|", _number_cell(".2e", "mismatch_abs")),
     ("mismatch, k3", _number_cell(".2e", "mismatch_k3")),
     ("weight, mean", _bracket_unless_applied(_number_cell(".3f", "weight"))),
@@ -140,7 +136,7 @@ def _print_table(summaries: Sequence[VariantSummary], baseline: str, console: An
     seeds = {seed for summary in summaries for seed in summary.row["seeds"]}
     for line in (
         f"Nothing was injected: the mismatch is {first['sampler']} against {first['precision']} training. Random "
-        f"answers earn {first['chance']:.3f}; the target is {summaries[0].row['target']:g}.",
+        f"answers earn {first['chance']:.3f}.",
         "Δ = log π_train − log μ_generation of each sampled token; k3 estimates KL(μ ‖ π_train). ESS: effective sample "
         "size of the weights over their number. In brackets: weights that were not applied.",
         f"These runs were trained with several versions of {' and '.join(mixed)}. Runs of one seed then have the same "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from nemo_geomask.tools.lab.run_store import RunCurves
@@ -13,8 +13,7 @@ from nemo_geomask.tools.shared.intervals import mean_interval
 
 WINDOW = 10
 """Number of steps over which a reward is averaged, since the mean reward of one batch is noisy."""
-TARGET = 0.5
-"""Default reward of the measure "steps to target"."""
+_LEARNED = 0.5  # reward from which on a run can't have died
 # A run collapsed if its reward rose by at least _MIN_GAIN and then lost at least the fraction _MIN_LOSS of that gain.
 _MIN_GAIN, _MIN_LOSS = 0.05, 0.5
 # A run died if its gradient or its entropy is as good as zero at its end.
@@ -48,25 +47,19 @@ def best_reward(rewards: Sequence[float]) -> float:
     return max(_moving_means(rewards), default=fmean(rewards))
 
 
-def has_died(run: RunCurves, *, target: float = TARGET) -> bool:
-    r"""Return True if a run can't learn any more, although it has not reached the target.
+def has_died(run: RunCurves) -> bool:
+    r"""Return True if a run can't learn any more, although its reward is low.
 
-    Means are over the last ten steps. A run died if its mean reward is below ``target``, and its mean gradient norm is
+    Means are over the last ten steps. A run died if its mean reward is below 0.5, and its mean gradient norm is
     below 1e-3 of that of its first ten steps or its mean entropy, ``approx_entropy``, below 0.01 nats. Such a run may
     end far above chance, so :func:`has_collapsed` does not see it. A run with fewer than 20 steps can't be judged and
     counts as alive.
     """
-    if run.steps < 2 * WINDOW or final_reward(run.series("reward")) >= target:
+    if run.steps < 2 * WINDOW or final_reward(run.series("reward")) >= _LEARNED:
         return False
     norms, entropies = run.series("grad_norm"), run.series("approx_entropy")
     has_no_gradient = fmean(norms[-WINDOW:]) < _DEAD_GRADIENT * fmean(norms[:WINDOW])
     return has_no_gradient or fmean(entropies[-WINDOW:]) < _DEAD_ENTROPY
-
-
-def steps_to_reward(target: float, rewards: Sequence[float]) -> int | None:
-    """Return the first step at which the mean of the last ten rewards reaches the target; None if it never does."""
-    reached = (step for step, mean in enumerate(_moving_means(rewards), start=WINDOW) if mean >= target)
-    return next(reached, None)
 
 
 @dataclass(frozen=True)
@@ -81,10 +74,10 @@ class VariantSummary:
     row: Row
 
 
-def summarize_variants(curves: Sequence[RunCurves], *, target: float = TARGET) -> list[VariantSummary]:
+def summarize_variants(curves: Sequence[RunCurves]) -> list[VariantSummary]:
     """Summarize each variant; differences are from the first variant, over the seeds that both variants have.
 
-    Unfinished runs are listed, and left out of all rewards. ``target`` is the reward of the measure "steps to target".
+    Unfinished runs are listed, and left out of all rewards.
     """
     variants = group_by_variant(curves)
     base = {
@@ -94,8 +87,6 @@ def summarize_variants(curves: Sequence[RunCurves], *, target: float = TARGET) -
     for label, runs in variants.items():
         done = [run for run in runs if run.finished]
         rewards = {run.seed: run.series("reward") for run in done}
-        times = [steps_to_reward(target, series) for series in rewards.values()]
-        reached = [time for time in times if time is not None]
         differences = [final_reward(rewards[seed]) - base[seed] for seed in rewards if seed in base and summaries]
         row: Row = {
             "variant": label,
@@ -112,10 +103,7 @@ def summarize_variants(curves: Sequence[RunCurves], *, target: float = TARGET) -
             "interval": mean_interval(differences),
             "reward_best": _mean([best_reward(series) for series in rewards.values()]),
             "collapses": sum(has_collapsed(series) for series in rewards.values()),
-            "deaths": sum(has_died(run, target=target) for run in done),
-            "target": target,
-            "reached": len(reached),
-            "steps_to_target": median(reached) if reached else None,
+            "deaths": sum(has_died(run) for run in done),
             "seconds": _mean([sum(run.series("step_seconds")) for run in done]),
         }
         for name, key in _MEANS.items():

@@ -20,7 +20,6 @@ from nemo_geomask.recipe import load_recipe
 from nemo_geomask.tools.lab.compare_specs import ComparedLoss, parse_compare
 from nemo_geomask.tools.lab.lab_recipe import SEEDS, LabRecipe
 from nemo_geomask.tools.lab.lab_report import conclusion, print_diagnosis, report_results
-from nemo_geomask.tools.lab.outcome import TARGET
 from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.run_queue import train
 from nemo_geomask.tools.lab.run_store import COMPUTE_KEYS, Run, RunCurves
@@ -66,7 +65,7 @@ def train_recipe(
     return 130 if not complete else 0 if all(run.finished for run in runs) else 1
 
 
-def report_runs(places: Sequence[str], *, baseline: str | None, target: float | None, out: Path | None) -> int:
+def report_runs(places: Sequence[str], *, baseline: str | None, out: Path | None) -> int:
     """Report on all runs in the folders; write the plot and summary to ``out``, or else to the first folder."""
     if not places:
         raise ConfigError("lab report needs folders of runs: nemo-geomask lab report DIR [DIR …]")
@@ -76,9 +75,8 @@ def report_runs(places: Sequence[str], *, baseline: str | None, target: float | 
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--out: the folder {out} can't be created: {error.strerror or error}") from None
-    target = TARGET if target is None else target
     console, folder = _create_console(), out or folders[0]
-    report_results(folders, folder, console, baseline=baseline, target=target)
+    report_results(folders, folder, console, baseline=baseline)
     console.print(f"Plot: {folder / 'lab.png'}", highlight=False, markup=False)
     return 0
 

@@ -86,7 +86,7 @@ def test_a_report_into_a_file_is_a_mistake(tmp_path):
     (tmp_path / "afile").touch()
     for out in (tmp_path / "afile", tmp_path / "afile" / "below"):
         with pytest.raises(ConfigError, match="--out: the folder .*afile.* can't be created"):
-            report_runs([str(tmp_path)], baseline=None, target=None, out=out)
+            report_runs([str(tmp_path)], baseline=None, out=out)
 
 
 @pytest.mark.slow
