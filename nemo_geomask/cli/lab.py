@@ -32,7 +32,7 @@ examples
   nemo-geomask lab recipes/lab/bfloat16.yaml --loss-from my_nemo_rl_recipe.yaml
   nemo-geomask lab report results/demo --baseline clipped_pg:none
   nemo-geomask lab recipes/lab/vllm.yaml
-  nemo-geomask lab recipes/lab/bfloat16.yaml --tp 2 --cp 2 --docs-per-step 100 policy.train_micro_batch_size=10
+  nemo-geomask lab recipes/lab/bfloat16.yaml lab.tp=2 lab.cp=2
 """
 
 
@@ -80,17 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="grpo.max_num_steps: rollout batches per variant")
     parser.add_argument("--engine", choices=("copy", "vllm"), help="policy.generation.backend: the engine that samples")
     parser.add_argument(
-        "--docs-per-step",
-        type=int,
-        metavar="N",
-        help="policy.docs_per_step: responses in an optimiser step; replaces policy.train_global_batch_size",
-    )
-    for axis, divided in (("tp", "the vocabulary"), ("cp", "every sequence"), ("dp", "the microbatches of a step")):
-        parser.add_argument(
-            f"--{axis}", type=int, metavar="N", help=f"lab.{axis}: 1, 2 or 4 ranks that divide {divided}"
-        )
-    parser.add_argument("--threads", type=int, help="lab.num_threads: CPU threads, divided among the processes")
-    parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
@@ -111,16 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
         "grpo.seed": arguments.seed,
         "grpo.max_num_steps": arguments.steps,
         "policy.generation.backend": arguments.engine,
-        "policy.docs_per_step": arguments.docs_per_step,
-        "lab.tp": arguments.tp,
-        "lab.cp": arguments.cp,
-        "lab.dp": arguments.dp,
-        "lab.num_threads": arguments.threads,
     }
     overrides = [*arguments.overrides, *(f"{key}={value}" for key, value in flags.items() if value is not None)]
-    if arguments.docs_per_step is not None:
-        # The flag replaces the recipe's train_global_batch_size. One among the overrides comes later and is a conflict.
-        overrides.insert(0, "policy.train_global_batch_size=null")
     return train_recipe(
         find_recipe(arguments.recipe),
         overrides,

@@ -143,9 +143,16 @@ def test_what_was_recorded_is_diagnosed(recipe, tmp_path, capsys, monkeypatch):
 
 
 def test_two_processes_write_what_one_writes(recipe, tmp_path, capsys):
-    common = [str(recipe), "--steps", "2", "--docs-per-step", "12", "policy.generation.precision=float32"]
+    common = [
+        str(recipe),
+        "--steps",
+        "2",
+        "policy.docs_per_step=12",
+        "policy.train_global_batch_size=null",
+        "policy.generation.precision=float32",
+    ]
     found, files = [], []
-    for out, layout in ((tmp_path / "one", []), (tmp_path / "two", ["--cp", "2"])):
+    for out, layout in ((tmp_path / "one", []), (tmp_path / "two", ["lab.cp=2"])):
         assert main(["lab", *common, *layout, "--compare", "gspo:none,cispo", "--out", str(out)]) == 0
         found.append(read_curves([out]))
         files.append(sorted(str(path.relative_to(out)) for path in out.rglob("*")))
@@ -161,7 +168,7 @@ def test_two_processes_write_what_one_writes(recipe, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "how",
-    [["--jobs", "1"], *(pytest.param(how, marks=pytest.mark.long) for how in (["--jobs", "2"], ["--cp", "2"]))],
+    [["--jobs", "1"], *(pytest.param(how, marks=pytest.mark.long) for how in (["--jobs", "2"], ["lab.cp=2"]))],
     ids=" ".join,
 )
 def test_a_run_that_raises_leaves_the_others(how, recipe, tmp_path, capsys):
@@ -230,7 +237,7 @@ def test_an_interrupt_keeps_what_was_trained(recipe, tmp_path, monkeypatch, caps
         ),
         (["--compare", "gspoo:sequence"], "no loss named 'gspoo' in entry-point group"),
         (["--compare", "no_such_module:X"], "'no_such_module:X' (given as module:attribute"),
-        (["policy.train_global_batch_size=4", "--docs-per-step", "12"], "(4) and docs_per_step (12) both set"),
+        (["policy.train_global_batch_size=4", "policy.docs_per_step=12"], "(4) and docs_per_step (12) both set"),
         (["--out", "/proc"], "--out: /proc is not empty"),
         (["--seeds", "1,4294967296"], "--seeds: '1,4294967296' names 4294967296; a seed is below 4294967296"),
         (["--seeds", "3..1"], "--seeds: '3..1' is not a list of seeds; write 1..10, 1,2,5 or 1..3,7"),
@@ -243,7 +250,7 @@ def test_an_interrupt_keeps_what_was_trained(recipe, tmp_path, monkeypatch, caps
         (["--vary", "grpo.seed=1,2"], "--vary or lab.vary: grpo.seed can't be varied; use --seeds"),
         (["--vary", "policy.lr=1e-3,0.001"], "have the same settings, so their curves would be equal"),
         (["--jobs", "0"], "--jobs: 0 processes can't train"),
-        (["--jobs", "2", "--tp", "2"], "--jobs: 2 runs at a time can't be combined with lab.tp"),
+        (["--jobs", "2", "lab.tp=2"], "--jobs: 2 runs at a time can't be combined with lab.tp"),
         (["--baseline", "x"], "--baseline belongs to nemo-geomask lab report DIR"),
     ],
 )

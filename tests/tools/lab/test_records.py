@@ -93,7 +93,7 @@ def test_each_variant_has_a_folder_and_ranks_agree(tmp_path, monkeypatch):
     recipe.write_text(json.dumps(merged(settings, {"policy": {"generation": {"precision": "float32"}}})))
     for out, more in (
         ("one", ["--compare", "gspo:none,gspo:sequence"]),
-        ("two", ["--compare", "gspo:none", "--cp", "2"]),
+        ("two", ["--compare", "gspo:none", "lab.cp=2"]),
     ):
         assert main(["lab", str(recipe), "--out", out, *more]) == 0
 
