@@ -26,12 +26,10 @@ examples
   nemo-geomask lab recipes/lab/demo.yaml
   nemo-geomask lab recipes/lab/bfloat16.yaml --compare gspo:none,gspo:sequence_mean+geometric --seed 1
   nemo-geomask lab recipes/lab/bfloat16.yaml --compare my_losses:UNCLIPPED,my_losses:UNCLIPPED:sequence_mean+geometric
-  nemo-geomask lab recipes/lab/bfloat16.yaml grpo.max_num_steps=20 policy.lr=1e-3 loss_fn.ratio_clip_max=0.1
   nemo-geomask lab recipes/lab/demo.yaml --seeds 1..10 --jobs 8 --out results/demo
   nemo-geomask lab recipes/lab/bfloat16.yaml --vary loss_fn.reference_policy_kl_type=k1,k2,k3 --vary policy.lr=1e-3,2e-3
   nemo-geomask lab recipes/lab/bfloat16.yaml --loss-from my_nemo_rl_recipe.yaml
   nemo-geomask lab report results/demo --baseline clipped_pg:none
-  nemo-geomask lab recipes/lab/vllm.yaml
   nemo-geomask lab recipes/lab/bfloat16.yaml lab.tp=2 lab.cp=2
 """
 
