@@ -102,7 +102,8 @@ def plotly_figure(figure: Figure, names: Sequence[str]) -> dict[str, Any]:
     The names of the runs, like all labels, are escaped, because plotly renders some tags.
     """
     values = _finite_values(figure.curves)
-    smallest, largest = min(*figure.limits, *values), max(*figure.limits, *values)
+    extremes = [*figure.limits, *values]
+    smallest, largest = min(extremes), max(extremes)
     spread = largest / smallest if smallest > 0 else 1.0
     is_log = spread > 20
     y_axis: dict[str, Any] = {"type": "log" if is_log else "linear", "exponentformat": "power"}
