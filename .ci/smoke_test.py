@@ -60,7 +60,7 @@ DEMO = [
     Trial("lab recipes/lab/demo.yaml --steps 2 --out demo", 0, "Steps, rollouts and summary: demo"),
     Trial("lab report demo", 0, "clipped_pg"),
     Trial("diagnose demo --json", None, '"verdict"'),  # whose status is the verdict on two steps
-    Trial("recipes recipes/lab/demo.yaml --copy .", 0, "recipes/lab/evidence.yaml"),
+    Trial("recipes recipes/lab/demo.yaml --copy .", 0, "recipes/lab/search.yaml"),
     Trial("lab recipes/lab/demo.yaml --steps 1 --seed 2 --out copied", 0, "Steps, rollouts and summary: copied"),
 ]
 

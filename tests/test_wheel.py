@@ -79,7 +79,7 @@ def test_links_of_the_index_page_are_absolute(wheel):
         if target.startswith(base):
             view, tag, path = target.removeprefix(base).split("/", 2)
             assert (ROOT / path.partition("#")[0]).exists(), target
-            assert (view, tag) == ("raw" if path.endswith(".png") else "blob", f"v{nemo_geomask.__version__}")
+            assert (view, tag) == ("raw" if path.endswith((".png", ".svg")) else "blob", f"v{nemo_geomask.__version__}")
 
 
 def test_modules_of_the_extras_are_those_of_their_requirements():

@@ -50,9 +50,8 @@ def check_layout(**tensors: Tensor | None) -> None:
     for name, value in tensors.items():
         if value is None:
             continue
-        if not isinstance(value, Tensor) or value.is_meta:
-            actual = "on the meta device, which holds no values" if isinstance(value, Tensor) else _describe_type(value)
-            raise ShapeError(f"{name} must be a float32 or float64 tensor, but it is {actual}")
+        if not isinstance(value, Tensor):
+            raise ShapeError(f"{name} must be a float32 or float64 tensor, but it is {_describe_type(value)}")
         if value.dtype not in (torch.float32, torch.float64):
             raise ShapeError(f"{name} must be float32 or float64, but it is {value.dtype}; convert it by .float()")
         if not first:

@@ -258,8 +258,8 @@ def third_party(tmp_path_factory):
 def test_third_party_distribution_is_found_by_its_entry_point(third_party):
     code = (
         "from nemo_geomask import build_loss\nfrom nemo_geomask.losses import available\n"
-        "print(available()['topr'][0].distribution)\n"
-        "loss = build_loss({'name': 'topr', 'options': {'cap': 2.0}})\n"
+        "print(available()['my_topr'][0].distribution)\n"
+        "loss = build_loss({'name': 'my_topr', 'options': {'cap': 2.0}})\n"
         "print(loss.options.cap, loss.reference_policy_kl_penalty)\n"
     )
     done = run_python(third_party, "-c", code)
@@ -269,7 +269,9 @@ def test_third_party_distribution_is_found_by_its_entry_point(third_party):
 @pytest.mark.slow
 def test_third_party_options_are_strict(third_party):
     done = run_python(
-        third_party, "-c", "from nemo_geomask import build_loss; build_loss({'name': 'topr', 'options': {'cp': 2}})"
+        third_party,
+        "-c",
+        "from nemo_geomask import build_loss; build_loss({'name': 'my_topr', 'options': {'cp': 2}})",
     )
     assert "loss_fn.options.cp" in done.stderr
     assert "did you mean 'cap'" in done.stderr

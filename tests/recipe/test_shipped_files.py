@@ -19,7 +19,7 @@ from nemo_geomask.recipe.shipped_files import (
 
 ROOT = Path(__file__).parents[2]
 DEMO = "recipes/lab/demo.yaml"
-FAMILY = ("bfloat16", "demo", "evidence", "stale")
+FAMILY = ("demo", "search")
 
 
 def test_every_recipe_is_listed_and_every_page_that_a_terminal_shows_complete():
@@ -55,7 +55,7 @@ def test_a_folder_stands_for_its_files():
 def test_a_name_is_found_in_any_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert find_recipe(DEMO) == ROOT / DEMO
-    assert load_recipe(find_recipe(DEMO))["grpo"]["max_num_steps"] == 250
+    assert load_recipe(find_recipe(DEMO))["grpo"]["max_num_steps"] == 100
     for other in ("recipes/lab/no_such.yaml", "demo.yaml", "../recipes/lab/demo.yaml", "docs/index.md", "recipes"):
         assert find_recipe(other) == Path(other)
 
@@ -80,7 +80,7 @@ def test_a_file_that_differs_is_not_overwritten(tmp_path):
     assert copy_files(names, tmp_path)  # the same again
     (tmp_path / names[-1]).write_text("mine", encoding="utf-8")
     (tmp_path / DEMO).unlink()
-    with pytest.raises(ConfigError, match=r"stale\.yaml: exists and differs from the file of nemo-geomask"):
+    with pytest.raises(ConfigError, match=r"search\.yaml: exists and differs from the file of nemo-geomask"):
         copy_files(names, tmp_path)
     assert (tmp_path / names[-1]).read_text(encoding="utf-8") == "mine"
     assert not (tmp_path / DEMO).exists()

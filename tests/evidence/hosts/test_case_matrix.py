@@ -103,7 +103,9 @@ def test_a_case_that_check_refuses_says_why(checkout):
     (checkout / "hosts" / "cases.yaml").write_text(cases, encoding="utf-8")
     assert run(checkout, "--jobs", "1") == 1
     (result,) = json.loads((checkout / "hosts" / "v1.json").read_text(encoding="utf-8"))["cases"].values()
-    assert result["error"].startswith("validation: GM312 policy.megatron_cfg.enabled: neither of")
+    assert result["error"].startswith(
+        "validation: GM312 policy.megatron_cfg.enabled: null needs policy.dtensor_cfg.enabled"
+    )
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,23 @@ def test_third_party_loss_trains_in_the_lab(tmp_path_factory, tmp_path):
     done = run_python(
         third_party,
         *("-m", "nemo_geomask.cli", "lab", str(recipe), *small),
-        *("--compare", "topr:none,topr:sequence_mean", "--steps", "2", "--jobs", "1", "--out", str(tmp_path)),
+        *(
+            "--compare",
+            "my_topr:none,my_topr:sequence_mean",
+            "--steps",
+            "2",
+            "--jobs",
+            "1",
+            "--out",
+            str(tmp_path),
+        ),
     )
     assert done.returncode == 0, done.stderr
     curves = read_curves([tmp_path])
-    assert [(curve.label, curve.steps) for curve in curves] == [("topr:none", 2), ("topr:sequence_mean", 2)]
+    assert [(curve.label, curve.steps) for curve in curves] == [
+        ("my_topr:none", 2),
+        ("my_topr:sequence_mean", 2),
+    ]
     # Two optimiser steps a batch: from the second on, the capped ratio acts.
     assert all(curve.series("geomask/clip_fraction_high")[1] > 0 for curve in curves)
 

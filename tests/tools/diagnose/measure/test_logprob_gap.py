@@ -35,7 +35,7 @@ def test_measures_are_those_of_plain_loops(pairs):
     assert gap.noise == pytest.approx(statistics.median(noises), rel=1e-9, abs=1e-12)
     assert gap.far == pytest.approx(sum(noise > 0.5 for noise in noises) / len(pairs))
     assert gap.ratio == pytest.approx(statistics.fmean(ratios))
-    assert gap.k3 == pytest.approx(statistics.fmean(k3s), abs=1e-12)
+    assert gap.k3 == pytest.approx(statistics.fmean(k3s), rel=1e-9, abs=1e-12)
     above = [noise > 0.1 and delta > 0 for noise, delta in zip(noises, deltas, strict=True)]
     assert gap.above == pytest.approx(sum(above) / len(pairs))
     if statistics.pstdev(deltas) > 1e-6 and statistics.pstdev(seconds) > 1e-6:
