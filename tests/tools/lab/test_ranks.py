@@ -57,7 +57,7 @@ def test_an_interrupt_keeps_what_was_trained(tmp_path):
     yaml = pytest.importorskip("yaml", reason="recipes are YAML (demo extra)")
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY), encoding="utf-8")
     out = tmp_path / "out"
-    arguments = ["lab", str(tmp_path / "tiny.yaml"), "--cp", "2", "--steps", "100000", "--out", str(out)]
+    arguments = ["lab", str(tmp_path / "tiny.yaml"), "lab.cp=2", "--steps", "100000", "--out", str(out)]
     process = subprocess.Popen(
         [sys.executable, "-m", "nemo_geomask.cli", *arguments],
         stdout=subprocess.PIPE,
