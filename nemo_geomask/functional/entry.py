@@ -67,10 +67,10 @@ def check_layout(**tensors: Tensor | None) -> None:
 
 
 def _describe_type(value: object) -> str:
-    kind = type(value)
-    if kind.__module__ == "numpy":
-        return f"a NumPy {kind.__name__}; convert it by torch.as_tensor"
-    return f"a {kind.__name__}; convert it by torch.tensor" if isinstance(value, float | int) else f"a {kind.__name__}"
+    name = type(value).__name__
+    if type(value).__module__ == "numpy":
+        return f"a NumPy {name}; convert it by torch.as_tensor"
+    return f"a {name}; convert it by torch.tensor" if isinstance(value, float | int) else f"a {name}"
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:

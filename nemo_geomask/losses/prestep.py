@@ -176,7 +176,7 @@ class OpenBatch:
         generation log-probs that can only come from a bug.
         NonFiniteError: a trained token has a non-finite value, under ``nonfinite: raise``.
         """
-        config, whole = self._config, data
+        config, data_with_stale = self._config, data
         stale_changes = masks_without_stale(config, data)
         data = {**data, **stale_changes}
         batch = pool_batch(config.rules_before_step, config, data)
@@ -189,7 +189,7 @@ class OpenBatch:
         }
         raise_if_nonfinite(counts)
         _refuse_impossible_logprobs(batch.tokens, stats)
-        seqs, toks = valid_counts([whole])
+        seqs, toks = valid_counts([data_with_stale])
         self._seqs, self._toks = self._seqs + seqs, self._toks + toks
         if stale_changes:
             removed = float(toks - valid_counts([data])[1])

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nemo_geomask.errors import ArgumentError, DataError, ShapeError
 from nemo_geomask.parallel.logprob_options import VocabShards
-from nemo_geomask.segments.packed_reductions import gather_ranks
+from nemo_geomask.segments.packed_reductions import gather_ranks, reduce_over_ranks
 
 
 class SampledSupport(NamedTuple):
@@ -89,7 +89,9 @@ def support_logprobs(
     sums = torch.zeros_like(largest).index_add(0, rows, exponentials)
     target_logits, is_held = held_logits(every, torch.where(is_counted, ids, 0))
     parts = torch.stack((sums, torch.where(is_held, target_logits - largest, 0.0)))
-    sums, target_logits = parts if shards.group is None else _SumOverRanks.apply(parts, shards.group)  # type: ignore[no-untyped-call]
+    groups = () if shards.group is None else (shards.group,)
+    # Every rank differentiates the same log-probs, so the gradient passes as it is.
+    sums, target_logits = reduce_over_ranks(parts, parts[:0].detach(), 0, groups, local_gradient=True)[0]
     logprobs = target_logits - torch.log(torch.where(is_counted, sums, 1.0))
     return torch.where(is_counted, logprobs, 0.0).reshape(targets.shape)
 
@@ -106,8 +108,7 @@ def linear_logits_at(
 
     Products are made in pieces of at most ``tile_bytes``, which the backward pass makes anew.
     """
-    if group is not None:
-        hidden = _SumGradientOverRanks.apply(hidden, group)  # type: ignore[no-untyped-call]
+    hidden = sum_gradient_over_ranks(hidden, group)
     pairs = max(1, tile_bytes // (4 * hidden.shape[-1]))
 
     def product(rows: Tensor, columns: Tensor) -> Tensor:
@@ -128,21 +129,15 @@ def refuse_entropy(entropy: bool) -> None:
         raise ArgumentError("entropy is that of the whole vocabulary; call again without support for it")
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """Sum over ranks in rank order; every rank differentiates the same loss, so the gradient passes unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        return gather_ranks(values, group).sum(dim=0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+def sum_gradient_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the values, whose gradient is summed over ranks: what a layer sharded by columns does to its input."""
+    if group is None:
+        return values
+    result: Tensor = _SumGradientOverRanks.apply(values, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _SumGradientOverRanks(torch.autograd.Function):
-    """The values themselves, whose gradient is summed over ranks: what a layer sharded by columns does to its input."""
-
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
         ctx.group = group

@@ -151,7 +151,7 @@ class PackedTokens(Segments):
             return local
         is_second = self._is_in_second_run()
         held_runs = {self._runs.first: ~is_second, self._runs.second: is_second}
-        values = {_OTHERS: (~turns.is_member).double()}
+        values = {_NON_MEMBERS: (~turns.is_member).double()}
         for name, value in local.local.sums.items():
             values |= {f"{name} at the start": torch.where(turns.is_first, value, 0.0)}
             values |= {f"{name} at the end": torch.where(turns.is_last, value, 0.0)}
@@ -169,7 +169,7 @@ class PackedTokens(Segments):
             return local.local.sums
         num_runs, is_second = self._runs.total, self._is_in_second_run()
         # A turn goes on through a run whose tokens are all members, or that has none.
-        is_full = [pooled.sums[_run_key(_OTHERS, run)] == 0 for run in range(num_runs)]
+        is_full = [pooled.sums[_run_key(_NON_MEMBERS, run)] == 0 for run in range(num_runs)]
         at_start, at_end = turns.is_first.gather(0, turns.start), turns.is_last.gather(0, turns.end)
         result = {}
         for name, piece in local.local.sums.items():
@@ -226,7 +226,7 @@ def _run_key(name: str, run: int) -> str:
     return f"{name} of run {run}"
 
 
-_OTHERS = "tokens that are no members"
+_NON_MEMBERS = "tokens that are no members"
 
 
 def _carry(ends: Sequence[Tensor], is_full: Sequence[Tensor]) -> list[Tensor]:

@@ -33,6 +33,8 @@ SETUPS = (
     ("nemo_rl.algorithms.single_controller_utils.setup", "setup_single_controller"),
 )
 """Module and name of each function that builds the arguments of a training loop, among them the policy and its loss."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+"""Fields of Hugging Face's model configurations with the number of experts in a layer."""
 REPLAY_BUFFERS = "nemo_rl.algorithms.async_utils"
 """Module of the replay buffer of the asynchronous loops."""
 

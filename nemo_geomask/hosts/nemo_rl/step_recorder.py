@@ -24,7 +24,7 @@ from torch import Tensor
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.hosts.nemo_rl import current_logprobs
-from nemo_geomask.hosts.nemo_rl.facts import NO_ENTROPY, lacks_entropy
+from nemo_geomask.hosts.nemo_rl.facts import EXPERT_COUNTS, NO_ENTROPY, lacks_entropy
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
 from nemo_geomask.hosts.nemo_rl.loop_values import LoggedRows, give_up_logged_rows, loop_values
 from nemo_geomask.records.flight import FlightRecorder, join_parts, recorded_rows
@@ -49,10 +49,6 @@ def check_recording(config: LossConfig) -> None:
     require_arrow()
 
 
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Fields of Hugging Face's model configurations with the number of experts in a layer."""
-
-
 def _count_experts(policy: Any) -> dict[str, int]:
     """Return ``experts``, the number of experts in a layer of the policy's model; nothing if its name doesn't tell."""
     try:
@@ -61,7 +57,7 @@ def _count_experts(policy: Any) -> dict[str, int]:
         config = AutoConfig.from_pretrained(policy.cfg["model_name"]).get_text_config()
     except Exception:  # no model_name, no network, or a model that needs code of its own: the record then says nothing
         return {}
-    counts = [getattr(config, name, None) for name in _EXPERT_COUNTS]
+    counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
     return {"experts": next((count for count in counts if type(count) is int), 0)}
 
 

@@ -14,7 +14,7 @@ from nemo_geomask.tools.check.logit_memory import (
     settings_to_change,
 )
 from nemo_geomask.tools.check.logprob_paths import scoring_passes
-from nemo_geomask.tools.check.model_shapes import ModelShape, shape_of
+from nemo_geomask.tools.check.model_shapes import ModelShape, has_experts, shape_of
 from nemo_geomask.tools.check.objective_text import describe
 from nemo_geomask.tools.check.parallel_layout import Layout, layout_keys, layout_of, trained_sections
 from nemo_geomask.tools.check.recipe_check import RULES, UNCHECKED_SECTIONS, Report, check
@@ -40,6 +40,7 @@ __all__ = [
     "current_method",
     "deferred_peak",
     "describe",
+    "has_experts",
     "layout_keys",
     "layout_of",
     "output_work_of",

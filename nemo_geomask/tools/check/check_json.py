@@ -134,7 +134,7 @@ _NO_RULE = cast(FindingJson, {**dict.fromkeys(FindingJson.__annotations__), "sev
 _NOTHING = cast(
     CheckJson,
     {
-        **{name: [] if "list" in str(kind) else None for name, kind in CheckJson.__annotations__.items()},
+        **{name: [] if "list" in str(annotation) else None for name, annotation in CheckJson.__annotations__.items()},
         "version": JSON_VERSION,
     },
 )
@@ -179,11 +179,11 @@ def bulk_as_json(bulk: BulkCheck) -> BulkCheckJson:
 def unreadable_as_json(recipe: str | None, problems: Sequence[Problem]) -> CheckJson:
     """Return the JSON of a recipe that can't be checked: its problems as findings without a rule."""
     keys = [next(iter(problem.keys), None) for problem in problems]
-    found: list[FindingJson] = [
+    findings: list[FindingJson] = [
         {**_NO_RULE, "key": key, "message": problem.message} for key, problem in zip(keys, problems, strict=True)
     ]
     summary: SummaryJson = {"error": len(problems), "warning": 0, "note": 0}
-    return {**_NOTHING, "recipe": recipe, "findings": found, "summary": summary}
+    return {**_NOTHING, "recipe": recipe, "findings": findings, "summary": summary}
 
 
 def _summary(count: Callable[[str], int]) -> SummaryJson:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.hosts.nemo_rl.facts import EXPERT_COUNTS
 from nemo_geomask.recipe.input_limits import parse_text, read_text
 
 
@@ -111,7 +112,6 @@ def _local_config(folder: Path) -> Mapping[str, Any] | None:
     return values
 
 
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 _MIXTURE_TYPES = (
     r"bailing_moe(_v2)?|dbrx|deepseek_v(2|32?)|glm4_moe(_lite)?|glm_moe_dsa|gpt_oss|granitemoe(shared)?|kimi_k2|"
     r"minimax(_m2)?|mixtral|olmoe|phimoe|qwen2_moe|qwen3(_5|_omni|_vl)?_moe|qwen3_next"
@@ -142,7 +142,7 @@ def has_experts(name: str, overrides: Any = None) -> bool | None:
     local = _local_config(Path(name))
     config = {**(local or {}), **(overrides if isinstance(overrides, Mapping) else {})}
     config.update(config["text_config"] if isinstance(config.get("text_config"), Mapping) else {})
-    counts = [config[key] for key in _EXPERT_KEYS if isinstance(config.get(key), int)]
+    counts = [config[key] for key in EXPERT_COUNTS if isinstance(config.get(key), int)]
     if counts or re.fullmatch(_MIXTURE_TYPES, str(config.get("model_type"))):
         return max(counts, default=2) > 1
     if local is not None:

@@ -42,12 +42,14 @@ def _number(key: str | float, facts: RecipeFacts) -> float | None:
     return value if is_number else None
 
 
-def _is_as_wanted(key: str, wanted: Any, facts: RecipeFacts) -> bool | None:
-    """Return True if a setting is as the table wants it, and None if that can't be told."""
+def _meets(key: str, required: Any, facts: RecipeFacts) -> bool | None:
+    """Return True if a setting is as the table requires, and None if that can't be told."""
     value = _value(key, facts)
-    if not isinstance(wanted, Mapping):
-        return bool(value == wanted) or (value is None and (wanted is False or (wanted == 1 and wanted is not True)))
-    for test, expected in wanted.items():
+    if not isinstance(required, Mapping):
+        return bool(value == required) or (
+            value is None and (required is False or (required == 1 and required is not True))
+        )
+    for test, expected in required.items():
         if test == "set":
             is_so = (value is not None) == expected
         elif test == "not":
@@ -67,32 +69,34 @@ def _is_as_wanted(key: str, wanted: Any, facts: RecipeFacts) -> bool | None:
 
 
 def _hits(need: Mapping[str, Any], facts: RecipeFacts) -> Iterator[Hit]:
-    if not all(_is_as_wanted(key, wanted, facts) for key, wanted in need.get("when", {}).items()):
+    if not all(_meets(key, required, facts) for key, required in need.get("when", {}).items()):
         return
-    missed = {key: wanted for key, wanted in need["needs"].items() if _is_as_wanted(key, wanted, facts) is False}
-    settings = {key: wanted for key, wanted in missed.items() if not isinstance(wanted, Mapping) or wanted == _NULL}
+    missed = {key: required for key, required in need["needs"].items() if _meets(key, required, facts) is False}
+    settings = {
+        key: required for key, required in missed.items() if not isinstance(required, Mapping) or required == _NULL
+    }
     fix = {key: None if value == _NULL else value for key, value in need.get("fix", settings).items()}
     key, why = need.get("at"), need.get("why", "")
     if key and missed:
-        values = {name: None if wanted == _NULL else wanted for name, wanted in settings.items()}
+        values = {name: None if required == _NULL else required for name, required in settings.items()}
         needed = ", ".join(f"{name}: {inline_yaml(value)}" for name, value in values.items())
         message = f"{as_yaml(_value(key, facts))}{f' needs {needed}' if needed else ''}{f': {why}' if why else ''}"
         yield Hit(key, message, fix=fix)
         return
-    for key, wanted in missed.items():
+    for key, required in missed.items():
         value = as_yaml(_value(key, facts))
         own_fix = {key: fix[key]} if key in fix else {}
-        if key in settings or "set" in wanted:
+        if key in settings or "set" in required:
             yield Hit(key, f"{value}, but {why}", fix=own_fix)
         else:
-            outside, nearest = _outside(key, wanted, facts)
+            outside, nearest = _outside(key, required, facts)
             yield Hit(key, f"{value} {outside}{f': {why}' if why else ''}", fix=own_fix or nearest)
 
 
-def _outside(key: str, wanted: Mapping[str, Any], facts: RecipeFacts) -> tuple[str, dict[str, Any]]:
+def _outside(key: str, required: Mapping[str, Any], facts: RecipeFacts) -> tuple[str, dict[str, Any]]:
     """Return which bound a number is beyond, and the setting that is meant: a percentage, or another key's number."""
     number = _number(key, facts)
-    for test, bound in wanted.items():
+    for test, bound in required.items():
         limit = _number(bound, facts) if test in _COMPARISONS else None
         if limit is None or number is None or _COMPARISONS[test][0](number, limit):
             continue
@@ -101,7 +105,7 @@ def _outside(key: str, wanted: Mapping[str, Any], facts: RecipeFacts) -> tuple[s
             return words, {key: number / 100}
         is_allowed = isinstance(bound, str) and test in ("least", "most")
         return words, {key: facts.get(str(bound))} if is_allowed else {}
-    return f"is not {' or '.join(_as_list(next(iter(wanted.values()))))}", {}
+    return f"is not {' or '.join(_as_list(next(iter(required.values()))))}", {}
 
 
 def _as_list(patterns: str | list[str]) -> list[str]:

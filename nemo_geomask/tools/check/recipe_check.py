@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -155,7 +155,6 @@ def check(facts: RecipeFacts, *, ignore: Collection[str] = ()) -> Report:
     ignored_ids = {_resolve_id(rule_id, "--ignore") for rule_id in ignore}
     for path, text in facts.recipe.files:
         ignored_ids |= _ids_in_comments(path, text)
-    origins = facts.recipe.origins
     findings: list[Finding] = []
     unchecked: list[tuple[Rule, str]] = []
     for rule in RULES:
@@ -163,13 +162,7 @@ def check(facts: RecipeFacts, *, ignore: Collection[str] = ()) -> Report:
             continue
         unknown = next((name for name in rule.needs if getattr(facts, name) is None), None)
         if unknown is None:
-            findings += [
-                Finding(rule, hit.key, _message(hit, facts), hit.origin or origins.at(hit.key), hit.fix)
-                for hit in rule.check(facts)
-                # GM001 reports an invalid setting; what the other rules make of its default would mislead.
-                if not (rule.needs_loss and facts.is_unsettled(hit.key, _message(hit, facts)))
-                and (not rule.refusals or facts.nemo_rl is None or _has_any(facts.nemo_rl, rule.refusals))
-            ]
+            findings += _findings(rule, facts)
         elif rule.id not in ignored_ids:
             unchecked.append((rule, unknown))
     findings.sort(key=lambda finding: SEVERITIES.index(finding.rule.severity))
@@ -180,8 +173,16 @@ def check(facts: RecipeFacts, *, ignore: Collection[str] = ()) -> Report:
     )
 
 
-def _has_any(checkout: Path, texts: Sequence[str]) -> bool:
-    return any(is_in_source(checkout, text) for text in texts)
+def _findings(rule: Rule, facts: RecipeFacts) -> Iterator[Finding]:
+    """Yield the findings of a rule, unless NeMo-RL's source has none of the words that the rule rests on."""
+    for hit in rule.check(facts):
+        message = _message(hit, facts)
+        # GM001 reports an invalid setting; what the other rules make of its default would mislead.
+        if rule.needs_loss and facts.is_unsettled(hit.key, message):
+            continue
+        checkout = facts.nemo_rl
+        if not rule.refusals or checkout is None or any(is_in_source(checkout, text) for text in rule.refusals):
+            yield Finding(rule, hit.key, message, hit.origin or facts.recipe.origins.at(hit.key), hit.fix)
 
 
 def _message(hit: Hit, facts: RecipeFacts) -> str:

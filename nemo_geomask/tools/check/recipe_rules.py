@@ -124,8 +124,8 @@ def _wrong_type(facts: RecipeFacts) -> Iterator[Hit]:
         shown = as_yaml(value)
         yield Hit(key, f"{shown if len(shown) < 60 else shown[:57] + '...'}: NeMo-RL takes {expected} here; {fix}")
     if empty:
-        others = f", and so are {', '.join(empty[1:])}" if empty[1:] else ""
-        yield Hit(empty[0], f"null{others}: NeMo-RL takes a value here; set it, or start with overrides that do")
+        further = f", and so are {', '.join(empty[1:])}" if empty[1:] else ""
+        yield Hit(empty[0], f"null{further}: NeMo-RL takes a value here; set it, or start with overrides that do")
 
 
 @rule("GM009", "error", _SOURCE, needs=("nemo_rl",), needs_loss=False, applies_to_lab=False)

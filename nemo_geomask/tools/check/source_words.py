@@ -199,23 +199,23 @@ class _SourceModule:
         while len(last) == 1 and isinstance(last[0], ast.If):
             tests.append(last[0].test)
             last = last[0].orelse
-        found = [comparison for test in tests for comparison in self._compared(test, is_closed=True)]
-        is_one_key = len(found) == len(tests) and len({comparison.key for comparison in found}) == 1
+        comparisons = [comparison for test in tests for comparison in self._compared(test, is_closed=True)]
+        is_one_key = len(comparisons) == len(tests) and len({comparison.key for comparison in comparisons}) == 1
         # One word alone is what some other setting needs.
-        is_one_key &= len({word for comparison in found for word in comparison.words}) > 1
+        is_one_key &= len({word for comparison in comparisons for word in comparison.words}) > 1
         refuses_rest = bool(last) and isinstance(last[-1], ast.Raise)
         is_negative = isinstance(node.test, ast.Compare) and isinstance(node.test.ops[0], ast.NotIn)
         if is_one_key and (refuses_rest or (is_negative and isinstance(node.body[-1], ast.Raise))):
-            yield from found
+            yield from comparisons
 
     def _compared(self, node: ast.expr, *, is_closed: bool) -> Iterator[WordComparison]:
         if not isinstance(node, ast.Compare) or len(node.ops) != 1:
             return
-        left, operator, right = node.left, node.ops[0], node.comparators[0]
-        pairs = [(left, right)]
-        pairs += [(right, left)] if isinstance(operator, ast.Eq | ast.NotEq) else []
-        for one, other in pairs if isinstance(operator, ast.Eq | ast.NotEq | ast.In | ast.NotIn) else ():
-            yield from self._looked_up(one, other, is_closed=is_closed)
+        operator, sides = node.ops[0], (node.left, node.comparators[0])
+        pairs = [sides]
+        pairs += [sides[::-1]] if isinstance(operator, ast.Eq | ast.NotEq) else []
+        for value, container in pairs if isinstance(operator, ast.Eq | ast.NotEq | ast.In | ast.NotIn) else ():
+            yield from self._looked_up(value, container, is_closed=is_closed)
 
     def _looked_up(self, node: ast.expr | None, container: ast.expr, *, is_closed: bool) -> Iterator[WordComparison]:
         key = self._key(node) if node is not None else None

@@ -20,7 +20,7 @@ _FREE_SECTION = re.compile(r"(^|\.)(logger|loss_fn|env_vars|\w*overrides|\w*_kwa
 """Sections whose texts are free, that are checked elsewhere, or that NeMo-RL passes on to other libraries."""
 _NEAR = 0.75  # similarity of a typing error, as difflib measures it
 # No source says what vLLM takes; with fp8, NeMo-RL loads its own quantised weights.
-_OTHERS = {
+_VLLM_WORDS = {
     "policy.generation.vllm_cfg.precision": ("auto", "half", "float16", "bfloat16", "float", "float32", "fp8"),
 }
 
@@ -39,8 +39,8 @@ def _words(key: str, facts: RecipeFacts) -> tuple[Collection[str], Collection[st
     """Return the words that NeMo-RL knows at a key, and those to which it holds the key; empty if it accepts any."""
     assert facts.nemo_rl is not None
     *_, section, name = ["", *re.sub(r"\[\d+\]", "", key).split(".")]
-    known, accepted = words_in_source(facts.nemo_rl, section.removesuffix("_cfg"), name, facts.algorithm)
-    return known | words_in_recipes(facts.nemo_rl).get(name, frozenset()), _OTHERS.get(key) or accepted
+    compared, accepted = words_in_source(facts.nemo_rl, section.removesuffix("_cfg"), name, facts.algorithm)
+    return compared | words_in_recipes(facts.nemo_rl).get(name, frozenset()), _VLLM_WORDS.get(key) or accepted
 
 
 @rule(
@@ -74,13 +74,13 @@ def _misspelt_word(facts: RecipeFacts) -> Iterator[Hit]:
     """Word that looks misspelt."""
     assert facts.nemo_rl is not None
     for key, value in _user_words(facts):
-        known, accepted = _words(key, facts)
-        if value in known or (accepted and value not in accepted):
+        candidates, accepted = _words(key, facts)
+        if value in candidates or (accepted and value not in accepted):
             continue
         if _IMPORT.fullmatch(value):
-            known = words_in_recipes(facts.nemo_rl).get(key.rpartition(".")[2], ()) if _lacks_name(value) else ()
-        nearest = _nearest(value, known, cutoff=_NEAR)
-        nearest = nearest or [word for word in sorted(known) if word.startswith(value) and len(value) > 2][:1]
+            candidates = words_in_recipes(facts.nemo_rl).get(key.rpartition(".")[2], ()) if _lacks_name(value) else ()
+        nearest = _nearest(value, candidates, cutoff=_NEAR)
+        nearest = nearest or [word for word in sorted(candidates) if word.startswith(value) and len(value) > 2][:1]
         if nearest:
             yield Hit(key, f"{value}: neither NeMo-RL's source nor its recipes have this word", fix={key: nearest[0]})
 

@@ -140,25 +140,3 @@ class _ShardConcatenation(torch.autograd.Function):
         total = grads[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.cp.group)
         return total.chunk(ctx.cp.size)[ctx.cp.rank], None
-
-
-def enter_sharded_layer(hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the hidden states unchanged; the backward pass sums their gradients over tensor-parallel shards."""
-    if group is None:
-        return hidden
-    result: Tensor = _ShardGradientSum.apply(hidden, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _ShardGradientSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None

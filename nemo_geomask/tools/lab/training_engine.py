@@ -17,10 +17,11 @@ from nemo_geomask.data_keys import TOKEN_MASK
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.metrics import Metrics
 from nemo_geomask.parallel import vocab_parallel_logprobs
+from nemo_geomask.parallel.support import sum_gradient_over_ranks
 from nemo_geomask.tools.lab.arithmetic import linear
 from nemo_geomask.tools.lab.generation_engine import filter_logits, zero_filtered
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
-from nemo_geomask.tools.lab.packed_rows import Packing, enter_sharded_layer, pack_sequences, vocabulary_shards
+from nemo_geomask.tools.lab.packed_rows import Packing, pack_sequences, vocabulary_shards
 from nemo_geomask.tools.lab.policy_model import hook_routers, routes_differ
 from nemo_geomask.tools.lab.ranks import Ranks
 
@@ -131,7 +132,7 @@ class TrainingEngine:
         with self._autocast, hook_routers(model, routes if self._policy.router_replay.enabled else None) as chosen:
             ids, position = batch["input_ids"][index][None], packing.position[None]
             body = model.model(input_ids=ids, position_ids=position, use_cache=False, packing=packing)
-            logits = linear(enter_sharded_layer(body.last_hidden_state[0], tp.group), columns).float()
+            logits = linear(sum_gradient_over_ranks(body.last_hidden_state[0], tp.group), columns).float()
         if self.is_filtered:
             logits = filter_logits(logits, generation)
         elif generation.temperature != 1:

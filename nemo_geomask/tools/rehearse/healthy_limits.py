@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -80,12 +78,3 @@ def update_limits(trainer: str, *, experts: bool, temperature: float = 1.0) -> H
 def _at_temperature(limits: HealthyLimits, temperature: float) -> HealthyLimits:
     temperature = temperature if temperature > 0 else 1.0
     return replace(limits, noise=limits.noise / temperature, far_noise=limits.far_noise / temperature)
-
-
-def has_experts(model: Path) -> bool:
-    """Return True if the model in a folder is a mixture of experts."""
-    try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except OSError:
-        return False
-    return any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))

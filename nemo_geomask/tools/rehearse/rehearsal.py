@@ -15,7 +15,7 @@ from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.hosts.nemo_rl import accepted_apis
 from nemo_geomask.hosts.nemo_rl.facts import has_kl_score_function
 from nemo_geomask.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
-from nemo_geomask.tools.check import Finding, RecipeFacts, check
+from nemo_geomask.tools.check import Finding, RecipeFacts, check, has_experts
 from nemo_geomask.tools.rehearse.control_run import (
     Comparison,
     Samples,
@@ -24,7 +24,7 @@ from nemo_geomask.tools.rehearse.control_run import (
 )
 from nemo_geomask.tools.rehearse.event_log import STAGES, read_events
 from nemo_geomask.tools.rehearse.gate import RunEvidence, unmet_conditions
-from nemo_geomask.tools.rehearse.healthy_limits import has_experts, healthy_limits, update_limits
+from nemo_geomask.tools.rehearse.healthy_limits import healthy_limits, update_limits
 from nemo_geomask.tools.rehearse.judgement import has_arrow, read_samples, with_records
 from nemo_geomask.tools.rehearse.launch_environment import has_automodel, launch_environment, supports_fp8_cache
 from nemo_geomask.tools.rehearse.plan import RECORDS, Plan, plan
@@ -350,7 +350,7 @@ def _judge(
     samples: Samples = {}
     if source is not None and has_arrow():
         trainer, sampler = str(value_of("policy.precision")), str(value_of("policy.generation.vllm_cfg.precision"))
-        experts, temperature = has_experts(folder / "model"), facts.temperature
+        experts, temperature = bool(has_experts(str(folder / "model"))), facts.temperature
         limits = healthy_limits(
             trainer, sampler, experts=experts, temperature=temperature, fp8_cache=planned.keeps_fp8_cache
         )

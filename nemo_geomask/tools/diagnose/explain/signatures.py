@@ -167,10 +167,10 @@ def _find_penalty(table: TokenTable) -> tuple[float, float] | None:
 def _detect_penalty(table: TokenTable, evidence: Evidence, threshold: float) -> Detection:
     if not table.is_repeated.any() or profile(table) is None:
         return Detection(math.nan, "no token occurs again", needs="token ids that recur in a sequence")
-    found = _find_penalty(table)
-    if found is None:
+    typical_deltas = _find_penalty(table)
+    if typical_deltas is None:
         return Detection(0.0, "tokens that occurred before have no Δ of another sign than new ones")
-    repeated, new = found
+    repeated, new = typical_deltas
     parts = (net_mismatch(table.select(flags)) for flags in (table.is_repeated, ~table.is_repeated))
     return Detection(
         repeated - new,
