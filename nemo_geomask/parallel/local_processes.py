@@ -27,7 +27,7 @@ from nemo_geomask.errors import GeomaskError, LostRankError
 COLLECTIVE_TIMEOUT = 600.0
 """Seconds after which a collective fails. This limit is for ranks that hang; one that dies is noticed at once."""
 _START_SECONDS = 300.0  # for the imports of all processes, and for the other ranks to finish after rank 0
-_GRACE_SECONDS = 5.0  # for the rank that made a collective fail to write its error
+_GRACE_SECONDS = 5.0  # after the first rank has failed, for the one that made it fail to end or to write its error
 
 
 class RankError(GeomaskError, RuntimeError):
@@ -115,15 +115,22 @@ class _StartedRanks(NamedTuple):
         """Return True once all ranks have succeeded, False after ``seconds``; raise the error that came first."""
         deadline = time.monotonic() + seconds
         processes = self.processes.processes
-        ended: set[int] = set()
+        while True:
+            running = [process.sentinel for process in processes if process.is_alive()]
+            if any(process.exitcode for process in processes):
+                break
+            if not running:
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            connection.wait(running, max(deadline - time.monotonic(), 0.0))
+        # The end of a process that was killed is often reported after that of a rank that failed because of it.
+        grace = time.monotonic() + _GRACE_SECONDS
+        for process in processes:
+            process.join(max(grace - time.monotonic(), 0.0))
+        ended = {index for index, process in enumerate(processes) if not process.is_alive()}
         try:
-            while not self.processes.join(0.0):
-                if time.monotonic() >= deadline:
-                    return False
-                # Also for those that have ended since the look above. A wait for those that run would last until the
-                # deadline if none runs any more.
-                connection.wait(self.processes.sentinels, max(deadline - time.monotonic(), 0.0))
-                ended = {index for index, process in enumerate(processes) if not process.is_alive()}
+            self.processes.join(0.0)
         except ProcessException as failure:
             raise self._first_error(failure.error_index, ended) from None
         return True

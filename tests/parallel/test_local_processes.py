@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessContext
 
 from nemo_geomask.errors import DataError
 from nemo_geomask.parallel.local_processes import RankError, lead_ranks, run_ranks
@@ -46,6 +45,15 @@ def killed(rank, world):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     meet(rank, world)
+
+
+def killed_as_seen_late(rank, world):
+    """The end of rank 1 is seen after the error of rank 0, as on a busy machine."""
+    meet(rank, world)
+    if rank == 0:
+        raise RuntimeError("Connection reset by peer")
+    time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stopped(rank, world):
@@ -84,32 +92,12 @@ FAILURES = [
     (3, known, DataError, "^what a user should read$"),
     (2, unforeseen, RankError, r"(?s)^rank 1:\nTraceback.*KeyError: 'a mistake in the code'"),
     (2, killed, RankError, r"^rank 1 was ended from outside \(SIGKILL\)$"),
+    (2, killed_as_seen_late, RankError, r"^rank 1 was ended from outside \(SIGKILL\)$"),
 ]
 
 
 def test_results_come_in_rank_order():
     assert run_ranks(3, places, "a", 1) == [(rank, 3, rank, 3, 6.0, ("a", 1)) for rank in range(3)]
-    nobody_is_left()
-
-
-def test_ranks_that_end_between_two_looks_are_not_waited_for(monkeypatch):
-    """A rank that has ended since the last look is seen at the next one, not at the end of the timeout."""
-    look = ProcessContext.join
-
-    looks_after_the_end = []
-
-    def look_then_sleep(processes, *limits):
-        if not any(process.is_alive() for process in processes.processes):
-            looks_after_the_end.append(limits)
-        all_succeeded = look(processes, *limits)
-        if any(process.exitcode == 0 for process in processes.processes):
-            for process in processes.processes:
-                process.join()
-        return all_succeeded
-
-    monkeypatch.setattr(ProcessContext, "join", look_then_sleep)
-    assert len(run_ranks(3, places, timeout=30.0)) == 3
-    assert 0 < len(looks_after_the_end) <= 3
     nobody_is_left()
 
 
