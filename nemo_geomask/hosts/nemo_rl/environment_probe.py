@@ -27,9 +27,9 @@ def probe(payload: bytes | None = None) -> dict[str, object]:
 
     Returns:
         ``python``, ``executable``, ``host``; ``packages``: version and location by name, None if missing;
-        ``requires_python``: as nemo_rl declares it here, None if unknown; ``version`` of nemo_geomask and ``source``,
-        a hash of its code; ``losses``: name, value and distribution of each entry point; ``errors`` of imports and of
-        loading the loss.
+        ``requires_python``: as nemo_rl declares it here, None if unknown; ``has_nemo_rl``: whether it is installed,
+        and not only on the path; ``version`` of nemo_geomask and ``source``, a hash of its code; ``losses``: name,
+        value and distribution of each entry point; ``errors`` of imports and of loading the loss.
     """
     errors: dict[str, str] = {}
     geomask_version: str | None = None
@@ -56,6 +56,7 @@ def probe(payload: bytes | None = None) -> dict[str, object]:
         "executable": sys.executable,
         "host": platform.node(),
         "requires_python": _required_python("nemo_rl"),
+        "has_nemo_rl": any(True for _ in importlib.metadata.distributions(name="nemo-rl")),
         "version": geomask_version,
         "source": geomask_source,
         "packages": {name: _package(name) for name in names},

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from nemo_geomask.errors import GeomaskError, MissingDependencyError, Problem
 from nemo_geomask.hosts.nemo_rl import environment_probe, host_api, source_layout, worker_setup
 from nemo_geomask.hosts.nemo_rl.accepted_apis import way_out
 from nemo_geomask.hosts.nemo_rl.facts import TESTED_VERSIONS, neutral_values_in_source
-from nemo_geomask.hosts.nemo_rl.installed_version import describe_version, package_folder
+from nemo_geomask.hosts.nemo_rl.installed_version import describe_version, is_accepted, package_folder
 from nemo_geomask.losses import available
 
 _PROBE_TIMEOUT = 300.0  # seconds
@@ -63,13 +64,17 @@ def examine_installation(interpreters: Sequence[str] = (), *, ray_address: str |
     """
     report = InstallationReport()
     report.start_section(f"driver: {sys.executable}")
-    _add_environment(report, environment_probe.probe(), "the driver")
+    driver = environment_probe.probe()
+    _add_environment(report, driver, "the driver")
     _add_losses(report)
     _add_api_states(report)
     report.start_section("workers that receive the loss")
     ask = _probe_by_subprocess if ray_address is None else _connect_ray_probe(report, ray_address)
     probe = None if ask is None else functools.cache(ask)  # workers may share an interpreter
-    for title, python in [*_nemo_rl_workers(report), *((f"--worker {python}", python) for python in interpreters)]:
+    workers = list(_nemo_rl_workers(report))
+    if driver["has_nemo_rl"] and any(python is None for _, python in workers):
+        _check_lock_file(report)
+    for title, python in [*workers, *((f"--worker {python}", python) for python in interpreters)]:
         report.lines.append(f"  {title}")
         if python is None or probe is None:
             continue
@@ -124,26 +129,44 @@ def _add_environment(
 def check_python(report: InstallationReport, environment: Mapping[str, Any], title: str, indent: str) -> None:
     """Check that an interpreter's version is one that its NeMo-RL declares in ``requires-python``.
 
-    A mismatch is a problem and not just a remark: ``uv`` does not build such an environment, so it was made in another
-    way, and NeMo-RL itself may fail to import in it.
+    A mismatch is a problem if NeMo-RL is installed there: ``uv`` does not build such an environment, and NeMo-RL itself
+    may fail to import in it. If NeMo-RL is only on the path, the environment is one for ``check``, ``rehearse`` and
+    ``probe``, such as that of ``make nemo-rl-environment``; ``run`` says itself what it can't import.
     """
     required = environment["requires_python"]
     if required is None:
         return
     try:
-        specifiers = importlib.import_module("packaging.specifiers")
-        # A Python built from a branch calls itself 3.13.5+.
-        version = environment["python"].rstrip("+")
-        is_accepted = specifiers.SpecifierSet(required).contains(version, prereleases=True)
+        fits = is_accepted(environment["python"], required)
     except (ImportError, ValueError) as error:
         report.lines.append(f"{indent}  python is not compared with {required}: {error}")
         return
-    if not is_accepted:
+    if not fits and not environment["has_nemo_rl"]:
+        report.lines.append(
+            f"{indent}  for check, rehearse and probe, since NeMo-RL is only on the path, and requires Python "
+            f"{required}; train in the environment that `uv sync` makes in its checkout"
+        )
+    elif not fits:
         report.add_problem(
             title,
             f"{environment['executable']} on {environment['host']} is Python {environment['python']}, but its NeMo-RL "
             f"({environment['packages']['nemo_rl'][1]}) has requires-python {required}, and its scripts may not even "
             "import; use the environment that `uv sync` makes in NeMo-RL's checkout",
+        )
+
+
+def _check_lock_file(report: InstallationReport) -> None:
+    """Check that the lock file from which NeMo-RL will build the workers' environments has this package."""
+    lock = package_folder().parent / "uv.lock"
+    home = str(Path(nemo_geomask.__file__).parent.parent)
+    # The path of the driver reaches the workers.
+    if home in os.environ.get("PYTHONPATH", "").split(os.pathsep) or not lock.is_file():
+        return
+    if not re.search(r'^name = "nemo-geomask"$', lock.read_text(encoding="utf-8"), re.MULTILINE):
+        report.add_problem(
+            str(lock),
+            "nemo-geomask is not in it, so the workers' environments that NeMo-RL builds from it will lack the losses. "
+            + worker_setup.REMEDY,
         )
 
 

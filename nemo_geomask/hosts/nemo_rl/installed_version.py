@@ -52,6 +52,18 @@ def import_nemo_rl(module: str) -> ModuleType:
         ) from error
 
 
+def is_accepted(python: str, required: str) -> bool:
+    """Return whether a version of Python is one that ``requires-python`` allows.
+
+    Raises:
+        ImportError: ``packaging`` is not installed.
+        ValueError: one of the two can't be read.
+    """
+    specifiers = importlib.import_module("packaging.specifiers")
+    # A Python built from a branch calls itself 3.13.5+.
+    return bool(specifiers.SpecifierSet(required).contains(python.rstrip("+"), prereleases=True))
+
+
 def describe_version() -> str:
     """Return ``nemo_rl.__version__`` or ``of unknown version``, followed by the commit if it is known.
 

@@ -18,7 +18,7 @@ from nemo_geomask.errors import ConfigError, GeomaskError, HostAPIError, Missing
 from nemo_geomask.hosts.nemo_rl import accepted_apis, environment_probe, host_api, patch
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_CONFIG, LOSS_MODULE, SETUPS, neutral_values, prev_readers
 from nemo_geomask.hosts.nemo_rl.geomask_setup import is_wrapped, loss_choices, with_geomask
-from nemo_geomask.hosts.nemo_rl.installed_version import describe_version, import_nemo_rl
+from nemo_geomask.hosts.nemo_rl.installed_version import describe_version, import_nemo_rl, is_accepted
 from nemo_geomask.hosts.nemo_rl.loss_block import without_unread_fields
 from nemo_geomask.hosts.nemo_rl.script_source import read_script
 from nemo_geomask.losses import build_loss
@@ -62,17 +62,7 @@ def launch(
     if root is not None:
         os.environ.setdefault(ROOT_VARIABLE, str(root))
     accepted_apis.accept(accept)
-    try:
-        host_api.require_every_run()
-    except GeomaskError:
-        raise
-    except Exception as error:  # of NeMo-RL's modules: pydantic refuses typing.TypedDict before Python 3.12
-        required = environment_probe.probe()["requires_python"]
-        raise MissingDependencyError(
-            f"NeMo-RL can't be imported by {sys.executable}, which is Python {platform.python_version()} (required: "
-            f"{required or 'not declared'}): {type(error).__name__}: {' '.join(str(error).split())[:200]}. "
-            "Use the environment that `uv sync` makes in its checkout; nemo-geomask doctor lists every version"
-        ) from error
+    host_api.require_every_run()
     _check_recipe(arguments)
     sys.argv = [script, *arguments]
     before_start()
@@ -106,9 +96,12 @@ def run_script(script: str) -> None:
     sys.modules["__main__"] = module  # as under python script: Ray pickles what a script defines by value
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
-        for part in source.parts:
-            exec(part, vars(module))
+        *imports, rest = source.parts
+        for part in imports:
+            _run_imports(part, module)
             _wrap_setups(vars(module))
+        exec(rest, vars(module))
+        _wrap_setups(vars(module))
     except SystemExit as end:
         is_success = not end.code and not {"-h", "--help"} & set(sys.argv)
         if is_success and len(loss_choices) == choices_before:
@@ -118,6 +111,25 @@ def run_script(script: str) -> None:
         sys.modules["__main__"] = previous
     if len(loss_choices) == choices_before:
         _refuse_unchosen(script)
+
+
+def _run_imports(part: types.CodeType, module: types.ModuleType) -> None:
+    """Run a part of the script that imports NeMo-RL; name the Python that NeMo-RL requires if that is the fault."""
+    try:
+        exec(part, vars(module))
+    except Exception as error:  # pydantic, for one, refuses NeMo-RL's typing.TypedDict before Python 3.12
+        required, version = environment_probe.probe()["requires_python"], platform.python_version()
+        try:
+            fits = is_accepted(version, str(required))
+        except (ImportError, ValueError):
+            raise error from None
+        if fits:
+            raise
+        raise MissingDependencyError(
+            f"NeMo-RL can't be imported by {sys.executable}, which is Python {version} (required: {required}): "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}. "
+            "Use the environment that `uv sync` makes in its checkout; nemo-geomask doctor lists every version"
+        ) from error
 
 
 def _refuse_unchosen(script: str) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import shutil
 import sys
 import textwrap
 from pathlib import Path
@@ -138,7 +139,8 @@ def declare(folder, wanted, how):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "fits", "how"), [(">=3.99.14,<4", False, "distribution"), (">=3.11", True, "checkout")]
+    ("wanted", "fits", "how"),
+    [(">=3.99.14,<4", False, "distribution"), (">=3.11", True, "checkout"), (">=3.99.14,<4", True, "checkout")],
 )
 def test_a_python_that_nemo_rl_does_not_take(registered, tmp_path, monkeypatch, capsys, wanted, fits, how):
     pytest.importorskip("packaging", reason="compares versions; Ray and others bring it")
@@ -155,6 +157,32 @@ def test_a_python_that_nemo_rl_does_not_take(registered, tmp_path, monkeypatch, 
     )
     assert printed.count(f"{says} {wanted}, ") == (0 if fits else 2)
     assert ("problem 1: the driver: " in printed) == (not fits)
+    # An environment in which NeMo-RL is only on the path, as that for rehearsals, trains nothing.
+    assert printed.count("for check, rehearse and probe, ") == (2 if how == "checkout" and "3.99" in wanted else 0)
+
+
+@pytest.mark.parametrize(
+    ("locked", "on_path", "problems"), [("torch", False, 1), ("torch", True, 0), ("nemo-geomask", False, 0)]
+)
+def test_a_lock_file_without_the_package(registered, tmp_path, monkeypatch, capsys, locked, on_path, problems):
+    """NeMo-RL has yet to build the environment of the worker Unbuilt."""
+    declare(tmp_path, ">=3.11", "distribution")
+    (tmp_path / "uv.lock").write_text(f'[[package]]\nname = "{locked}"\n', encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(Path(nemo_geomask.__file__).parent.parent) if on_path else "")
+    assert main(["doctor"]) == problems
+    assert capsys.readouterr().out.count(f"{tmp_path}/uv.lock: nemo-geomask is not in it, ") == problems
+
+
+def test_the_checkout_of_the_variable_is_examined(host, tmp_path, monkeypatch, capsys):
+    host()
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "nemo_rl", other / "nemo_rl")
+    monkeypatch.setenv("NEMO_RL_ROOT", str(other))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_rl"]:
+        monkeypatch.delitem(sys.modules, name)
+    main(["doctor"])
+    assert f" {other}/nemo_rl/__init__.py" in capsys.readouterr().out
 
 
 def test_the_metadata_of_another_nemo_rl_says_nothing(host, tmp_path, monkeypatch):
@@ -183,6 +211,7 @@ def test_a_python_is_compared_with_what_nemo_rl_requires(monkeypatch, required, 
         pytest.importorskip("packaging")
     packages = {"nemo_rl": ("9.8.7", "/nemo_rl/__init__.py")}
     environment = {"executable": "python", "host": "here", "requires_python": required, "packages": packages}
+    environment["has_nemo_rl"] = True
     report = installation_report.InstallationReport()
     installation_report.check_python(report, {**environment, "python": version}, "worker", "")
     assert len(report.problems) == problems

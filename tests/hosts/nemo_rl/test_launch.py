@@ -77,6 +77,21 @@ def test_in_a_process_of_its_own(tmp_path):
     assert json.loads(done.stdout)["loss"] == "PolicyLoss", done.stderr
 
 
+def test_a_nemo_rl_that_cannot_be_imported_is_named_with_the_python_it_needs(script, tmp_path, monkeypatch, capsys):
+    """As pydantic refuses typing.TypedDict before Python 3.12."""
+    loss_functions = tmp_path / "nemo_rl" / "algorithms" / "loss" / "loss_functions.py"
+    with loss_functions.open("a", encoding="utf-8") as file:
+        file.write("\nraise TypeError('use typing_extensions.TypedDict')\n")
+    project = '[project]\nname = "nemo-rl"\nrequires-python = ">=3.99"\n'
+    (tmp_path / "pyproject.toml").write_text(project, encoding="utf-8")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_rl"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["run", str(script), "{}"]) == 2
+    error = capsys.readouterr().err
+    assert f"can't be imported by {sys.executable}, which is Python " in error
+    assert "(required: >=3.99): TypeError: use typing_extensions.TypedDict. Use the environment that" in error
+
+
 def test_a_mistake_in_the_recipe_ends_before_the_script(script, tmp_path, capsys):
     pytest.importorskip("omegaconf", reason="reading a recipe needs omegaconf")
     recipe = tmp_path / "recipe.yaml"
