@@ -20,7 +20,7 @@ _NOT_TRANSLATED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("swift *", "megatron *"),
         ("rlhf_type", "rollout_importance_sampling_*"),
     ),
-    "ROLL": (("*start_*_pipeline.py",), ("actor_train.*", "actor_infer.*", "actor_train", "actor_infer")),
+    "ROLL": (("*start_*_pipeline.py",), ("actor_train*", "actor_infer*", "student_train*", "*.strategy_args.*")),
     "labs-molt": (("molt.cli.*",), ("algo.advantage.is_correction_level", "algo.advantage.is_correction_mode")),
 }
 """Systems that share names with others and are not translated: patterns of their programs and of their settings."""

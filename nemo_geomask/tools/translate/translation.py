@@ -173,15 +173,29 @@ def _unread_places(
             yield f"{word}: may set more than the file shows; write its settings out"
     names = {key: settings.pop(key) for key in list(settings) if key.rpartition(".")[2] in system.config_options}
     for key, value in names.items():
-        for entry in value if isinstance(value, list) else [value]:
-            if not isinstance(entry, str) or entry == "_self_":
-                continue
-            stem = Path(entry).stem if entry.endswith((".yaml", ".yml", ".toml")) else entry
+        for entry, place, stem in _named_files(value):
             base_settings = next((item for name, item in system.base_configs.items() if fnmatchcase(stem, name)), None)
             if base_settings is not None:
                 base |= base_settings
-            elif Path(entry).stem not in stems:
+            elif stem not in stems and not any(map(system.is_unrelated, (place, f"{place}.*"))):
                 yield f"{key}: {entry} names a file with more settings; pass that file, too"
+
+
+def _named_files(value: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield the entry, the place in the settings and the stem of each file that ``defaults``, or an option, names."""
+    for entry in value if isinstance(value, list) else [value]:
+        if isinstance(entry, Mapping):  # GROUP@PLACE: NAME
+            for group, name in entry.items():
+                folder, _, place = str(group).removeprefix("override ").removeprefix("optional ").partition("@")
+                if isinstance(name, str):
+                    yield f"{group}: {name}", place or folder.replace("/", "."), Path(name).stem
+        elif isinstance(entry, str) and entry != "_self_":
+            name, _, place = entry.partition("@")
+            yield (
+                entry,
+                place,
+                Path(name).stem if name.endswith((".yaml", ".yml", ".toml")) else name.rpartition("/")[2],
+            )
 
 
 def translate(

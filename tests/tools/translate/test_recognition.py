@@ -130,6 +130,7 @@ SWIFT = "swift rlhf --rlhf_type grpo --loss_type grpo --epsilon 0.2 --rollout_im
         ("run.sh", f"NPROC_PER_NODE=8 {SWIFT}", "ms-swift"),
         ("run.yaml", "rlhf_type: grpo\nnum_generations: 8", "ms-swift"),
         ("run.yaml", "adv_estimator: grpo\nactor_train: {strategy_args: {strategy_name: megatron_train}}", "ROLL"),
+        ("run.yaml", "rollout_batch_size: 16\nstudent_train: {model_args: {dtype: bf16}}", "ROLL"),
         ("run.sh", "ray job submit -- python3 -m molt.cli.train_rl_ray --algo.kl.init_coef 0.1", "labs-molt"),
     ],
 )

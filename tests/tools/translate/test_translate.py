@@ -247,6 +247,27 @@ def test_command_writes_the_block_and_its_status_tells_whether_it_is_complete(tm
     assert "did you mean 'verl'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        ("actor@actor_rollout_ref.actor: dp_actor", ""),  # verl's own, whose values are its defaults
+        ("actor@actor_rollout_ref.actor: my_clip", "actor@actor_rollout_ref.actor: my_clip"),
+        ("reward_manager@reward_manager", ""),  # a section that does not reach the loss
+        ("critic@critic: my_critic", ""),
+        ("override hydra/job_logging: disabled", ""),
+        ("override model_engine: megatron", ""),
+        ("my_clip@actor_rollout_ref.actor", "my_clip@actor_rollout_ref.actor"),
+        ("_self_", ""),
+    ],
+)
+def test_files_that_hydra_adds_are_named_unless_they_are_the_systems_own(entry, named, tmp_path, capsys):
+    path = tmp_path / "ppo_trainer.yaml"
+    path.write_text(f"defaults:\n  - {entry}\nactor_rollout_ref: {{actor: {{clip_ratio: 0.2}}}}\n", encoding="utf-8")
+    assert main(["translate", str(path)]) == (1 if named else 0)
+    printed = " ".join(capsys.readouterr().out.replace("\n# ", " ").split())
+    assert (f"NOT EXPRESSED: defaults: {named} names a file with more settings; pass" in printed) == bool(named)
+
+
 def test_settings_of_nemo_rls_open_pull_requests():
     settings = {"ratio_clip_max": 0.28, "sapo_enabled": True, "sapo_tau_neg": 1.2, "metrics_level": "minimal"}
     translation = translate({"loss_fn": {**settings, "enable_torch_compile": True}, "grpo": {"seed": 1}})

@@ -117,6 +117,8 @@ PEER = Peer(
     base_configs={
         "ppo_*trainer": {},
         "legacy_reward_impl": {},
+        **{name: {} for name in ("*_actor", "*_ref", "rollout", "hf_model", "legacy_data")},
+        **{name: {} for name in ("rollout_correction", "distillation")},
         "one_step_off_ppo_*trainer": {},
         "fully_async_ppo_*trainer": {RC + "bypass_mode": True, ACTOR + "use_rollout_log_probs": True},
     },
