@@ -7,7 +7,9 @@ cross process boundaries in Ray.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = [
     "ArgumentError",
@@ -41,12 +43,14 @@ class Problem:
         fields: fields of the settings' model whose values can't be relied on because of the problem, including the
             one that a misspelt key probably means.
         where: file or argument that the settings come from, if the message should name it.
+        fix: settings that are a way out, by dotted key, as the message says; empty if only the user can know them.
     """
 
     keys: tuple[str, ...]
     message: str
     fields: frozenset[str] = frozenset()
     where: str = ""
+    fix: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.where, ", ".join(self.keys), self.message) if part)

@@ -58,6 +58,7 @@ class LossConfig(LossSettings):
     def _refuse_conflicts(self) -> LossConfig:
         if conflicts := find_conflicts(self):
             raise ValidationError.from_exception_data(
-                type(self).__name__, [conflict_error(conflict.keys, conflict.message) for conflict in conflicts]
+                type(self).__name__,
+                [conflict_error(conflict.keys, conflict.message, conflict.fix) for conflict in conflicts],
             )
         return self

@@ -58,6 +58,11 @@ def inline_yaml(value: Any) -> str:
     return as_yaml(value)
 
 
+def advice(fix: Mapping[str, Any]) -> str:
+    """Return settings that are a way out as words: ``set key: value and key: value``."""
+    return "set " + " and ".join(f"{key.rpartition('.')[2]}: {inline_yaml(value)}" for key, value in fix.items())
+
+
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate most similar to ``name``, ignoring case and dashes; None if none is similar."""
     return _nearest(name, tuple(candidates))
@@ -228,9 +233,9 @@ def _message(item: Mapping[str, Any]) -> str:
     return str(item.get("ctx", {}).get("error", item["msg"]))
 
 
-def conflict_error(keys: Collection[str], message: str) -> InitErrorDetails:
-    """Return the error of fields that contradict each other, for a model's validator to raise."""
-    error = PydanticCustomError("conflict", "{message}", {"message": message, "keys": tuple(keys)})
+def conflict_error(keys: Collection[str], message: str, fix: Mapping[str, Any] | None = None) -> InitErrorDetails:
+    """Return the error of fields that contradict each other, for a model's validator to raise; ``fix`` is a way out."""
+    error = PydanticCustomError("conflict", "{message}", {"message": message, "keys": tuple(keys), "fix": fix or {}})
     return InitErrorDetails(type=error, loc=(), input=None)
 
 
@@ -249,7 +254,8 @@ def _to_problem(item: Mapping[str, Any], prefix: str) -> Problem:
     location, context, message, value = item["loc"], item.get("ctx", {}), _message(item), item["input"]
     if item["type"] == "conflict":
         keys = tuple(_dotted_key((*location, key), prefix) for key in context["keys"])
-        return Problem(keys, message, frozenset(map(str, location[:1])))
+        fix = {_dotted_key((*location, key), prefix): setting for key, setting in context["fix"].items()}
+        return Problem(keys, message, frozenset(map(str, location[:1])), fix=fix)
     if location and not isinstance(value, Mapping):
         message += f" (found {value!r})" if isinstance(value, str) else f" (found {as_yaml(value)})"
     fields = {str(location[0]), str(context.get("misspelt_field", location[0]))} if location else set()

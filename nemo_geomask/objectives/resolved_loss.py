@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from nemo_geomask.config.conflicts import find_conflicts
 from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.config.loss_settings import LossSettings
-from nemo_geomask.config.strict import as_yaml, parse
+from nemo_geomask.config.strict import advice, as_yaml, parse
 from nemo_geomask.errors import ConfigError, PluginError, Problem
 from nemo_geomask.objectives import registry
 from nemo_geomask.objectives.variant import Variant
@@ -112,10 +112,12 @@ def _contradictions(
     """
     refused = [key for key in variant.refuses if getattr(settings, key)]
     for key in refused:
+        fix = {key: LossConfig.model_fields[key].default}
         yield _problem(
             (key, "name"),
             f"{key}: {as_yaml(getattr(settings, key))} can't be used with name: {settings.name}: "
-            f"{variant.refuses[key]}. Remove {key}, or choose another name",
+            f"{variant.refuses[key]}; {advice(fix)}, or choose another name",
+            fix,
         )
     explicit = settings.explicit_settings
     implied = {key: value for key, value in in_force.explicit_settings.items() if explicit.get(key, _UNSET) != value}
@@ -130,11 +132,14 @@ def _contradictions(
         yield _problem(
             (*explicit_keys, "name") if implied_keys else conflict.keys,
             conflict.message + (f" (name: {settings.name} implies {reason})" if implied_keys else ""),
+            # A recipe can't change what the objective forces or refuses.
+            {} if conflict.fix.keys() & {*variant.forces, *variant.refuses} else conflict.fix,
         )
 
 
-def _problem(keys: Iterable[str], message: str) -> Problem:
-    return Problem(tuple(f"{_PREFIX}.{key}" for key in keys), message)
+def _problem(keys: Iterable[str], message: str, fix: Mapping[str, Any] | None = None) -> Problem:
+    settings = {f"{_PREFIX}.{key}": value for key, value in (fix or {}).items()}
+    return Problem(tuple(f"{_PREFIX}.{key}" for key in keys), message, fix=settings)
 
 
 def _check_variant(name: str, variant: Variant) -> None:
@@ -178,7 +183,7 @@ def _warnings(settings: LossSettings, defaults: Mapping[str, Any], in_force: Los
         in_force: the same settings with the variant's defaults, forced settings and masks.
     """
     for conflict in find_conflicts(in_force, severity="warning"):
-        yield _problem(conflict.keys, conflict.message)
+        yield _problem(conflict.keys, conflict.message, conflict.fix)
     for key, default in defaults.items():
         value = getattr(settings, key)
         nemo_rl_default = LossConfig.model_fields[key].default
@@ -188,6 +193,7 @@ def _warnings(settings: LossSettings, defaults: Mapping[str, Any], in_force: Los
             yield _problem(
                 (key, "name"),
                 f"{key}: {as_yaml(value)} is NeMo-RL's default, but name: {settings.name} prescribes "
-                f"{as_yaml(default)}; if it was inherited from a base recipe, set {key}: {as_yaml(default)}, or a "
-                "value of your choice",
+                f"{as_yaml(default)}; if it was inherited from a base recipe, {advice({key: default})}, or a value of "
+                "your choice",
+                {key: default},
             )

@@ -43,6 +43,24 @@ def set_in_text(text: str, key: str, value: Any, shown: str) -> str:
     return edited
 
 
+def rename_in_text(text: str, key: str, name: str) -> str:
+    """Return the text of a file with the last part of a dotted key renamed.
+
+    Raises: ConfigError: the file lacks the key, which it inherits, or has the new name beside it.
+    """
+    import yaml
+
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    *sections, last = re.findall(r"[^.\[\]]+", key)
+    for section in sections:
+        node = _child(node, section)
+    keys = [each for each, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+    marks = [(each.start_mark.index, each.end_mark.index) for each in keys if each.value == last]
+    if not marks or any(each.value == name for each in keys):
+        raise ConfigError(f"{key}: {'is beside' if marks else 'is inherited; rename it to'} {name}; do so by hand")
+    return f"{text[: marks[0][0]]}{name}{text[marks[0][1] :]}"
+
+
 def _child(node: Any, name: str) -> Any:
     """Return the value of a key, or the item of an index; None if there is none, or an alias stands in its place."""
     import yaml

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from nemo_geomask.config import LossConfig
-from nemo_geomask.config.strict import as_yaml
+from nemo_geomask.config.strict import advice, as_yaml
 from nemo_geomask.errors import Problem
 from nemo_geomask.recipe.input_limits import parse_python, read_source
 
@@ -91,7 +91,7 @@ A version reads a setting if its module contains the word. v0.6.0 reads none of 
 
 NO_ENTROPY = (
     "true, but NeMo-RL computes no entropies during training; set loss_fn.logprob_backend: geomask or geomask_linear, "
-    "which compute them in their pass over the logits, or set false"
+    "which compute them in their pass over the logits, or set entropy: false"
 )
 """Message of the problem that :func:`lacks_entropy` finds; it follows the key ``loss_fn.record.entropy``."""
 
@@ -356,10 +356,12 @@ def missing_prev(key: str, value: Any, use: str) -> Problem:
         value: its value in the recipe.
         use: what NeMo-RL does with the log-probs, such as ``masks sequences``.
     """
+    fix = {"loss_fn.audit_fraction": 1.0}
     return Problem(
         (key, "loss_fn.ratio_anchor"),
         f"{key}: {as_yaml(value)} {use} by prev_logprobs, which are not computed under loss_fn.ratio_anchor: gen; "
-        "remove it, or set loss_fn.audit_fraction: 1, which computes all of them",
+        f"remove it, or {advice(fix)}, which computes all of them",
+        fix=fix,
     )
 
 

@@ -11,6 +11,7 @@ from nemo_geomask.tools.check.rule import Hit, rule
 from nemo_geomask.tools.check.setting_author import nearest_to_user
 
 _MEGATRON_OPTIMIZER = "policy.megatron_cfg.optimizer"
+_SMALLEST_RATE = f"{_MEGATRON_OPTIMIZER}.min_lr"
 _RATES = {True: f"{_MEGATRON_OPTIMIZER}.lr", False: "policy.optimizer.kwargs.lr"}
 """Key of the learning rate under Megatron, and under DTensor."""
 
@@ -39,10 +40,14 @@ def _learning_rate_of_the_other(facts: RecipeFacts) -> Iterator[Hit]:
         return
     # Whoever sets the one that is not read, nearer than the other, believes that it is read.
     if nearest_to_user((read, unread), facts) == unread:
+        fix = {read: facts.get(unread)}
+        if facts.uses_megatron and (facts.number(_SMALLEST_RATE) or 0) > ignored:
+            fix[_SMALLEST_RATE] = fix[read]
         yield Hit(
             unread,
             f"{as_yaml(facts.get(unread))}: {'Megatron' if facts.uses_megatron else 'DTensor'} trains, and reads "
-            f"{read}: {as_yaml(facts.get(read))} instead; set that",
+            f"{read}: {as_yaml(facts.get(read))} instead",
+            fix=fix,
         )
 
 
@@ -58,7 +63,8 @@ def _tokenizer_of_another_model(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(
             key,
             f"{tokenizer} is inherited, but the recipe sets {model_key}: {model}, so ids of one vocabulary go "
-            f"to a model with another; set {key}: ${{policy.model_name}}",
+            "to a model with another",
+            fix={key: "${policy.model_name}"},
         )
 
 

@@ -30,14 +30,16 @@ def _bound_instead_of_distance(facts: RecipeFacts) -> Iterator[Hit]:
     if 1 <= high <= 2:
         yield Hit(
             "loss_fn.ratio_clip_max",
-            f"{high:g} is a distance from 1, so the ratio is clipped above {1 + high:g}; if the bound itself is "
-            f"meant, set {high - 1:.6g}",
+            f"{high:g} is a distance from 1, so the ratio is clipped above {1 + high:g}; if the bound itself is meant, "
+            "{fix}",
+            fix={"loss_fn.ratio_clip_max": round(high - 1, 6)},
         )
     if 0.6 <= low < 1:
         yield Hit(
             "loss_fn.ratio_clip_min",
-            f"{low:g} is a distance from 1, so the ratio is clipped below {1 - low:.6g}; if the bound itself is "
-            f"meant, set {1 - low:.6g}",
+            f"{low:g} is a distance from 1, so the ratio is clipped below {1 - low:.6g}; if the bound itself is meant, "
+            "{fix}",
+            fix={"loss_fn.ratio_clip_min": round(1 - low, 6)},
         )
 
 
@@ -53,8 +55,9 @@ def _sequence_clip_on_tokens(facts: RecipeFacts) -> Iterator[Hit]:
             yield Hit(
                 f"loss_fn.{key}",
                 f"{bound:g} clips each token's ratio, so that almost every token that an update has moved loses its "
-                "gradient. GSPO's 3.0e-4 and 4.0e-4 are for the geometric mean of a sequence; set 0.2, or "
+                "gradient. GSPO's 3.0e-4 and 4.0e-4 are for the geometric mean of a sequence; {fix}, or "
                 "sequence_level_importance_ratios: true and token_level_loss: false",
+                fix={f"loss_fn.{key}": 0.2},
             )
 
 
@@ -85,5 +88,6 @@ def _few_responses_per_prompt(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(
             key,
             "2: with a leave-one-out baseline, NeMo-RL computes a standard deviation of 0 from one other response, so "
-            f"{effect}; set 3 or more, or use_leave_one_out_baseline: false",
+            f"{effect}; set 3 or more, or {{fix}}",
+            fix={f"{'grpo' if facts.get(section) is None else section}.use_leave_one_out_baseline": False},
         )

@@ -85,19 +85,22 @@ def _vllm_sizes(facts: RecipeFacts) -> Iterator[Hit]:
     is_async = facts.is_true(f"{_VLLM}.async_engine")
     if pp > 1 and not is_async:
         yield Hit(
-            f"{_VLLM}.async_engine", f"false, but pipeline_parallel_size: {pp} needs vLLM's async engine; set true"
+            f"{_VLLM}.async_engine",
+            f"false, but pipeline_parallel_size: {pp} needs vLLM's async engine",
+            fix={f"{_VLLM}.async_engine": True},
         )
     if ep > 1 and ep % tp:
         yield Hit(
             f"{_VLLM}.expert_parallel_size",
-            f"{ep} is not a multiple of tensor_parallel_size ({tp}), as vLLM's groups of experts must be; set a "
-            f"multiple of {tp}",
+            f"{ep} is not a multiple of tensor_parallel_size ({tp}), as vLLM's groups of experts must be",
+            fix={f"{_VLLM}.expert_parallel_size": tp},
         )
     elif ep > tp and is_async:
         yield Hit(
             f"{_VLLM}.expert_parallel_size",
             f"{ep} above tensor_parallel_size ({tp}) needs data parallelism inside vLLM, which NeMo-RL does not "
-            "support with async_engine: true; make them equal",
+            "support with async_engine: true",
+            fix={f"{_VLLM}.expert_parallel_size": tp},
         )
 
 
@@ -141,7 +144,8 @@ def _indivisible_batch(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(
             microbatch_key,
             f"{microbatch:g} does not divide the {batch / ranks:g} sequences of a data-parallel rank (train_global_"
-            f"batch_size {batch:g} over {ranks} ranks); set a divisor",
+            f"batch_size {batch:g} over {ranks} ranks)",
+            fix={microbatch_key: math.gcd(int(batch) // ranks, int(microbatch))},
         )
 
 
@@ -159,8 +163,9 @@ def _replicated_experts(facts: RecipeFacts) -> Iterator[Hit]:
             etp_key,
             f"{etp}, but {tp_key} is {tp} and {ep_key} is 1: the ranks of a tensor-parallel group have copies of the "
             "same experts, and this checkout's Megatron-LM does not sum their gradients. Each rank trains its copies "
-            f"on its own tokens alone, and the sampler gets those of one rank; set {tp}, set {ep_key} above 1, or take "
+            f"on its own tokens alone, and the sampler gets those of one rank; {{fix}}, set {ep_key} above 1, or take "
             "a Megatron-LM with pull request 5916",
+            fix={etp_key: tp},
         )
 
 
@@ -174,4 +179,4 @@ def _needs_whole_batch(facts: RecipeFacts) -> Iterator[Hit]:
     if facts.uses_single_controller:
         for problem in whole_batch_problems(facts.config):
             for key in problem.keys:
-                yield Hit(key, problem.message)
+                yield Hit(key, problem.message, fix=problem.fix)

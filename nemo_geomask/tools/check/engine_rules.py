@@ -47,7 +47,8 @@ def _cascade_attention(facts: RecipeFacts) -> Iterator[Hit]:
         key,
         f"on {facts.gpu}, vLLM runs FlashAttention-2, whose split-kv kernel returned a wrong log-sum-exp to cascade "
         "attention; until vLLM's pull request 36318, cascade attention is on by default where prompts share a prefix, "
-        f"as the responses to one prompt do; set {key}: true",
+        "as the responses to one prompt do",
+        fix={key: True},
     )
 
 
@@ -59,8 +60,8 @@ def _different_precision(facts: RecipeFacts) -> Iterator[Hit]:
     if facts.uses_vllm and training and sampling and sampling not in (training, "auto", "fp8"):
         yield Hit(
             key,
-            f"{sampling}, but policy.precision: {training}, which makes every token's log-probs differ; set both to "
-            "the same format",
+            f"{sampling}, but policy.precision: {training}, which makes every token's log-probs differ",
+            fix={key: training},
         )
 
 
@@ -95,13 +96,15 @@ def _no_router_replay(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(
             _ROUTER_REPLAY,
             f"{model}. Each engine routes tokens by itself, so where two experts have almost the same score, training "
-            f"may use another expert than sampling did; set {_ROUTER_REPLAY}: true",
+            "may use another expert than sampling did",
+            fix={_ROUTER_REPLAY: True},
         )
     elif facts.is_uncorrected:
         yield Hit(
             _ROUTER_REPLAY,
             f"{model}; this NeMo-RL has no router replay for these engines, and nothing corrects routes that differ; "
-            "set loss_fn.use_importance_sampling_correction: true, and add a mask",
+            "{fix}, and add a mask",
+            fix={"loss_fn.use_importance_sampling_correction": True},
         )
 
 
@@ -114,7 +117,8 @@ def _balancing_loss(facts: RecipeFacts) -> Iterator[Hit]:
     if facts.moe_key and facts.uses_megatron and balancing_types:
         yield Hit(
             key,
-            f"{value}: under GRPO, the auxiliary loss drives the log-probs of training and generation apart; set none",
+            f"{value}: under GRPO, the auxiliary loss drives the log-probs of training and generation apart",
+            fix={key: "none"},
         )
 
 

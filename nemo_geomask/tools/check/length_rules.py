@@ -44,7 +44,8 @@ def _vanishing_weight(facts: RecipeFacts) -> Iterator[Hit]:
             "loss_fn.is_correction_level",
             f"sequence: for responses of {tokens} tokens at a mean mismatch KL of {kl:g} nats per token, half of the "
             f"weights are below {median:.2g}, and the effective sample size is {median**2:.2g} of the batch "
-            f"{_ASSUMPTION}; set is_correction_level: sequence_mean, whose median is {math.exp(-kl):.4f} at any length",
+            f"{_ASSUMPTION}; {{fix}}, whose median is {math.exp(-kl):.4f} at any length",
+            fix={"loss_fn.is_correction_level": "sequence_mean"},
         )
 
 
@@ -89,8 +90,12 @@ def _clip_narrower_than_mismatch(facts: RecipeFacts) -> Iterator[Hit]:
             f"gen: the sequence's ratio contains the mismatch, so for responses of {tokens} tokens at a mean mismatch "
             f"KL of {kl:g} nats per token, ratio_clip_min: {config.ratio_clip_min:g} and ratio_clip_max: "
             f"{config.ratio_clip_max:g} clip {below:.0%} of those with A < 0 and {above:.0%} of those with A > 0 "
-            f"before the first update {_ASSUMPTION}; set ratio_anchor: prev with is_correction_level: sequence_mean, "
-            f"or ratio_clip_min: {lowest_useful:.1g} or more",
+            f"before the first update {_ASSUMPTION}; {{fix}}, or ratio_clip_min: {lowest_useful:.1g} or more",
+            fix={
+                "loss_fn.ratio_anchor": "prev",
+                "loss_fn.use_importance_sampling_correction": True,
+                "loss_fn.is_correction_level": "sequence_mean",
+            },
         )
 
 
@@ -102,40 +107,8 @@ def _every_batch_vetoed(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(
             "loss_fn.batch_veto.max",
             f"{veto.max:g} is below the expected mean mismatch KL of {facts.mismatch_kl:g} nats per token, so hardly "
-            "any batch would be trained on; raise it, for example to 0.1 as in the mismatch study",
-        )
-
-
-def _differing_batch_sizes(facts: RecipeFacts) -> str:
-    """Return the start of a message if scoring and training have different batch sizes; empty otherwise."""
-    training, scoring = facts.number("policy.train_micro_batch_size"), facts.number("policy.logprob_batch_size")
-    # Under force_on_policy_ratio, no prev_logprobs are compared with curr.
-    if training is None or scoring in (None, training) or facts.config.force_on_policy_ratio:
-        return ""
-    return f"{scoring:g}, but train_micro_batch_size: {training:g}"
-
-
-@rule("GM404", "note", "NeMo-RL docs/guides/dtensor-tp-accuracy.md")
-def _scoring_batch_size(facts: RecipeFacts) -> Iterator[Hit]:
-    """Tensor parallelism of 2 or 3 with different batch sizes for training and scoring."""
-    # From a tensor-parallel size of 4 on, NeMo-RL refuses the recipe, which GM307 reports.
-    if facts.tensor_parallel in (2, 3) and (sizes := _differing_batch_sizes(facts)):
-        yield Hit(
-            "policy.logprob_batch_size",
-            f"{sizes}: under tensor parallelism (here {facts.tensor_parallel}), some kernels' results depend on "
-            "the batch size, so curr and prev differ for the same weights; make them equal",
-        )
-
-
-@rule("GM305", "error", "NeMo-RL `grpo.setup`", refusals=("force_on_policy_ratio",))
-def _several_steps_on_policy(facts: RecipeFacts) -> Iterator[Hit]:
-    """`force_on_policy_ratio` with several optimiser steps per rollout batch."""
-    batch = facts.number(_BATCH)
-    if facts.config.force_on_policy_ratio and facts.rollout_size and batch and facts.rollout_size != batch:
-        yield Hit(
-            "loss_fn.force_on_policy_ratio",
-            f"true needs exactly one optimiser step per rollout batch, but {_BATCH}: {batch:g} is not "
-            f"num_prompts_per_step x num_generations_per_prompt = {facts.rollout_size}; make them equal, or set false",
+            "any batch would be trained on; {fix}, as in the mismatch study, or higher",
+            fix={"loss_fn.batch_veto.max": max(0.1, 2 * facts.mismatch_kl)},
         )
 
 
@@ -147,31 +120,9 @@ def _indivisible_rollouts(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(
             _BATCH,
             f"{batch:g} does not divide the rollout batch of num_prompts_per_step x num_generations_per_prompt = "
-            f"{facts.rollout_size}; set a divisor of it",
+            f"{facts.rollout_size}",
+            fix={_BATCH: next(size for size in range(max(1, int(batch)), 0, -1) if facts.rollout_size % size == 0)},
         )
-
-
-@rule(
-    "GM307",
-    "error",
-    "NeMo-RL docs/guides/dtensor-tp-accuracy.md, `Policy.__init__`",
-    refusals=("known batch-variant accuracy",),
-)
-def _refused_scoring_batch_size(facts: RecipeFacts) -> Iterator[Hit]:
-    """Tensor parallelism of 4 or more with different batch sizes for training and scoring."""
-    sizes = _differing_batch_sizes(facts)
-    if facts.tensor_parallel < 4 or not sizes:
-        return
-    is_refused = "force_on_policy_ratio" in facts.objective.refuses
-    on_policy = ", or set force_on_policy_ratio: true in the loss if there is one optimiser step per rollout batch"
-    yield Hit(
-        "policy.logprob_batch_size",
-        f"{sizes}: NeMo-RL does not start such a run unless the "
-        "environment variable NRL_IGNORE_TP_ACCURACY_CHECK=1 skips this check. With tensor parallelism "
-        f"{facts.tensor_parallel}, the results of some kernels depend on the batch size, so curr and prev differ for "
-        "the same weights. Make the two equal, or use a tensor parallelism of 1 or 2"
-        f"{'' if is_refused else on_policy}",
-    )
 
 
 @rule(
@@ -201,8 +152,8 @@ def _padding_of_packed_sequences(facts: RecipeFacts) -> Iterator[Hit]:
         product = " x ".join(name for name, factor in factors.items() if factor > 1)
         yield Hit(
             key,
-            f"{padding:g} is not a multiple of {product} = {required}, into which packed sequences are split; set "
-            f"{required}",
+            f"{padding:g} is not a multiple of {product} = {required}, into which packed sequences are split",
+            fix={key: required},
         )
 
 
@@ -234,22 +185,3 @@ def _large_logits(facts: RecipeFacts) -> Iterator[Hit]:
         f"{peak / 1e9:.3g} GB of an H100's {GPU_BYTES / 1e9:g} GB with "
         f"{'working memory' if is_scoring else 'their gradient and working memory'}; {fix}",
     )
-
-
-@rule(
-    "GM333",
-    "error",
-    "NeMo-RL `validate_single_controller_config`",
-    applies_to_lab=False,
-    refusals=("def validate_single_controller_config",),
-)
-def _single_controller_batch(facts: RecipeFacts) -> Iterator[Hit]:
-    """Single controller with several optimiser steps per rollout batch."""
-    batch = facts.number(_BATCH)
-    if facts.uses_single_controller and batch and facts.rollout_size and batch != facts.rollout_size:
-        yield Hit(
-            _BATCH,
-            f"{batch:g}: the single controller takes one optimiser step per rollout batch, of num_prompts_per_step x "
-            f"num_generations_per_prompt = {facts.rollout_size}",
-            fix={_BATCH: facts.rollout_size},
-        )

@@ -33,7 +33,8 @@ def _raw_logprobs(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(
             _LOGPROBS_MODE,
             f"raw_logprobs: vLLM returns log-probs of the distribution before {' and '.join(causes)}, but training "
-            "computes them after it, so every mismatch ratio is wrong; set logprobs_mode: processed_logprobs",
+            "computes them after it, so every mismatch ratio is wrong",
+            fix={_LOGPROBS_MODE: "processed_logprobs"},
         )
 
 
@@ -79,7 +80,7 @@ def _fused_logprobs(facts: RecipeFacts) -> Iterator[Hit]:
     """Fused linear log-probs with incompatible settings."""
     key = fused_key(facts)
     if key and (required := missing_for_fused(facts)):
-        yield Hit(key, f"true: the fused path needs {', '.join(required)}; set these, or false")
+        yield Hit(key, f"true: the fused path needs {', '.join(required)}; set these, or {{fix}}", fix={key: False})
 
 
 @rule("GM313", "error", "docs/reference/loss_reference.md")
@@ -94,7 +95,8 @@ def _logprob_backend(facts: RecipeFacts) -> Iterator[Hit]:
     yield Hit(
         "loss_fn.logprob_backend",
         f"{backend} {_BACKEND_REASON.get(backend, 'takes all logits')}, so it needs {', '.join(required)}; set these, "
-        f"or logprob_backend: {fallback}",
+        "or {fix}",
+        fix={"loss_fn.logprob_backend": fallback},
     )
 
 
@@ -103,11 +105,11 @@ def _prev_not_computed(facts: RecipeFacts) -> Iterator[Hit]:
     """Setting that reads `prev_logprobs` although they are not computed."""
     if facts.config.skips_prev:
         for problem in prev_readers(facts.recipe.data):
-            yield Hit(problem.keys[0], problem.message)
+            yield Hit(problem.keys[0], problem.message, fix=problem.fix)
 
 
 @rule("GM319", "error", "docs/reference/records.md")
 def _entropy_not_computed(facts: RecipeFacts) -> Iterator[Hit]:
     """Recorded entropies that no worker computes."""
     if lacks_entropy(facts.config) and "lab" not in facts.recipe.data:
-        yield Hit("loss_fn.record.entropy", NO_ENTROPY)
+        yield Hit("loss_fn.record.entropy", NO_ENTROPY, fix={"loss_fn.record.entropy": False})

@@ -104,7 +104,7 @@ def _outside(key: str, required: Mapping[str, Any], facts: RecipeFacts) -> tuple
         if bound == 1 and test == "most" and number <= 100:
             return words, {key: number / 100}
         is_allowed = isinstance(bound, str) and test in ("least", "most")
-        return words, {key: facts.get(str(bound))} if is_allowed else {}
+        return words, {key: _value(str(bound), facts)} if is_allowed else {}
     return f"is not {' or '.join(_as_list(next(iter(required.values()))))}", {}
 
 

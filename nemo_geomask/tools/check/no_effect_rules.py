@@ -23,6 +23,7 @@ The mismatch study skips batches above a KL of 0.1 nats per token, and the mean 
 with larger means is assumed to have collapsed already.
 """
 
+_GSPO_CLIP = {"ratio_clip_min": 3e-4, "ratio_clip_max": 4e-4}
 _MISMATCH_STUDY = (
     "the mismatch study (https://yingru.notion.site/When-Speed-Kills-Stability-Demystifying-RL-Collapse-from-the-"
     "Training-Inference-Mismatch-271211a558b7808d8b12d403fd15edda)"
@@ -46,7 +47,8 @@ def _unreachable_mean_bounds(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(
             "loss_fn.batch_veto.max",
             f"{config.batch_veto.max:g}: a run collapses long before a batch's mismatch KL reaches so many nats per "
-            "token; set 0.1 as in the mismatch study",
+            "token; {fix} as in the mismatch study",
+            fix={"loss_fn.batch_veto.max": 0.1},
         )
 
 
@@ -118,8 +120,8 @@ def _unreachable_sequence_clip(facts: RecipeFacts) -> Iterator[Hit]:
             yield Hit(
                 f"loss_fn.{key}",
                 f"{getattr(config, key):g} bounds a sequence mean at {bound:g}, which a policy reaches only after it "
-                f"has moved by {abs(math.log(bound)):.2f} nats per token within one rollout batch; set GSPO's 3.0e-4 "
-                "(ratio_clip_min) and 4.0e-4 (ratio_clip_max)",
+                f"has moved by {abs(math.log(bound)):.2f} nats per token within one rollout batch; {{fix}} as in GSPO",
+                fix={f"loss_fn.{key}": _GSPO_CLIP[key]},
             )
 
 
@@ -146,8 +148,9 @@ def _biased_kl_gradient(facts: RecipeFacts) -> Iterator[Hit]:
             )
             yield Hit(
                 "loss_fn.reference_policy_kl_type",
-                f"{estimator}: in the reward, its gradient is a biased estimate of the KL's{growth}; set k1, the only "
+                f"{estimator}: in the reward, its gradient is a biased estimate of the KL's{growth}; {{fix}}, the only "
                 "unbiased one there",
+                fix={"loss_fn.reference_policy_kl_type": "k1"},
             )
     elif facts.trains_nemo_rl_loss and facts.nemo_rl is not None and not has_kl_score_function(facts.nemo_rl):
         yield from _plain_kl_gradient(facts)
@@ -155,13 +158,15 @@ def _biased_kl_gradient(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(
             "loss_fn.reference_policy_kl_gradient",
             "k1: the derivative of curr - ref is that of curr alone, whose mean is 0, so it adds noise and does not "
-            "pull towards the reference; set k2, or null",
+            "pull towards the reference; {fix}, or k2",
+            fix={"loss_fn.reference_policy_kl_gradient": None},
         )
     elif estimator == "k2" and config.reference_policy_kl_gradient is None:
         yield Hit(
             "loss_fn.reference_policy_kl_type",
-            "k2: NeMo-RL differentiates the weighted value, which is biased even on-policy; set "
-            "reference_policy_kl_type: k3, or reference_policy_kl_gradient: k2 with a name such as clipped_pg",
+            "k2: NeMo-RL differentiates the weighted value, which is biased even on-policy; {fix}, or "
+            "reference_policy_kl_gradient: k2 with a name such as clipped_pg",
+            fix={"loss_fn.reference_policy_kl_type": "k3"},
         )
 
 
@@ -171,8 +176,9 @@ def _plain_kl_gradient(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(
             "loss_fn.reference_policy_kl_type",
             "k1: this NeMo-RL differentiates curr - ref without the score function that later ones add. That is the "
-            "derivative of curr alone, whose mean is 0, so it adds noise and does not pull towards the reference; set "
-            "k2, or a name such as clipped_pg, whose KL term has the score function",
+            "derivative of curr alone, whose mean is 0, so it adds noise and does not pull towards the reference; "
+            "{fix}, or a name such as clipped_pg, whose KL term has the score function",
+            fix={"loss_fn.reference_policy_kl_type": "k2"},
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from nemo_geomask.config.strict import inline_yaml
+from nemo_geomask.config.strict import advice, inline_yaml
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.objectives.variant import Part
 from nemo_geomask.recipe import Recipe, read_recipe
@@ -182,7 +182,8 @@ def _findings(rule: Rule, facts: RecipeFacts) -> Iterator[Finding]:
             continue
         checkout = facts.nemo_rl
         if not rule.refusals or checkout is None or any(is_in_source(checkout, text) for text in rule.refusals):
-            yield Finding(rule, hit.key, message, hit.origin or facts.recipe.origins.at(hit.key), hit.fix)
+            origin = hit.origin or facts.recipe.origins.at(hit.key)
+            yield Finding(rule, hit.key, message, origin, hit.fix, hit.is_misspelt)
 
 
 def _message(hit: Hit, facts: RecipeFacts) -> str:
@@ -194,10 +195,12 @@ def _message(hit: Hit, facts: RecipeFacts) -> str:
         name = "" if [*hit.fix] == [hit.key] else f"{key}: "
         where = f" (inherited from {entry.origin})" if entry and is_inherited and name else ""
         settings.append(f"{name}{inline_yaml(value)}{where}")
-    advice = f"set {' and '.join(settings)}" if settings else ""
-    if advice and "{fix}" not in hit.message:
-        return f"{hit.message}; {advice}"
-    return hit.message.replace("{fix}", advice)
+    if not settings or hit.is_misspelt:
+        return hit.message
+    words = f"set {' and '.join(settings)}"
+    # The message of a loss's own problem has its fix in words already.
+    place = next((place for place in ("{fix}", advice(hit.fix)) if place in hit.message), None)
+    return hit.message.replace(place, words) if place else f"{hit.message}; {words}"
 
 
 def _ids_in_comments(path: Path, text: str) -> set[str]:

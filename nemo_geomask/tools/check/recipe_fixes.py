@@ -10,7 +10,7 @@ from nemo_geomask.config.strict import inline_yaml
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe import Recipe
 from nemo_geomask.recipe.input_limits import read_text
-from nemo_geomask.recipe.yaml_edit import set_in_text
+from nemo_geomask.recipe.yaml_edit import rename_in_text, set_in_text
 from nemo_geomask.tools.check.rule import Finding
 from nemo_geomask.tools.shared.atomic_write import write_atomically
 
@@ -53,7 +53,10 @@ def fix_recipe(recipe: Recipe, findings: tuple[Finding, ...]) -> FixedRecipe:
                     raise ConfigError(f"{key}: change the {entry.origin}, which the file can't")
                 if values.get(key, value) != value:
                     raise ConfigError(f"{key}: another finding has set {inline_yaml(values[key])}; check again")
-                edited = set_in_text(edited, key, value, inline_yaml(value))
+                if finding.is_misspelt:
+                    edited = rename_in_text(edited, finding.key, key.rpartition(".")[2])
+                else:
+                    edited = set_in_text(edited, key, value, inline_yaml(value))
         except ConfigError as error:
             refused.append(f"{finding.rule.id} {error}")
             continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from nemo_geomask.config.loss_config import LossConfig
@@ -34,28 +33,9 @@ def _doubtful_loss(facts: RecipeFacts) -> Iterator[Hit]:
             yield _hit(warning, facts)
 
 
-# Advice in the messages of this package's own problems.
-_SET = re.compile(r"\bset (?:loss_fn\.)?(\w+): ([\w-]+(?:\.\d+)?)")
-_REMOVE = re.compile(r"(?:\. R|\br)emove (\w+)")
-
-
 def _hit(problem: Problem, facts: RecipeFacts) -> Hit:
-    """Return the hit of a problem; what it says to set is the fix, and an inherited setting is set, not removed."""
-    key = nearest_to_user(problem.keys, facts) if problem.keys else "loss_fn"
-    message, fields = problem.message, LossConfig.model_fields
-    for match in _REMOVE.finditer(message):
-        inherited = f"loss_fn.{match[1]}"
-        entry = facts.recipe.origins.entries.get(inherited)
-        if match[1] in fields and entry and entry.origin.where != str(facts.recipe.path.resolve()):
-            start = "; " if match[0].startswith(".") else ""
-            advised = f"{message[: match.start()]}{start}{{fix}}{message[match.end() :]}"
-            return Hit(key, advised, fix={inherited: fields[match[1]].default})
-    advice = _SET.search(message)
-    if advice is None or advice[1] not in fields:
-        return Hit(key, message)
-    text = advice[2]
-    value = float(text) if text[0].isdigit() else {"true": True, "false": False, "null": None}.get(text, text)
-    return Hit(key, f"{message[: advice.start()]}{{fix}}{message[advice.end() :]}", fix={f"loss_fn.{advice[1]}": value})
+    """Return the hit of a problem."""
+    return Hit(nearest_to_user(problem.keys, facts) if problem.keys else "loss_fn", problem.message, fix=problem.fix)
 
 
 @rule("GM003", "error", "NeMo-RL `ClippedPGLossConfig`: extra keys are allowed and ignored")
@@ -68,8 +48,9 @@ def _settings_without_name(facts: RecipeFacts) -> Iterator[Hit]:
         if key not in LOSS_FIELDS and value is not None and value != field.default:
             yield Hit(
                 f"loss_fn.{key}",
-                "loss_fn has no name, so NeMo-RL's own loss trains, which ignores this key; add name: clipped_pg (or "
-                f"another objective), or remove {key}",
+                "loss_fn has no name, so NeMo-RL's own loss trains, which ignores this key; {fix} (or another "
+                f"objective), or remove {key}",
+                fix={"loss_fn.name": "clipped_pg"},
             )
 
 
@@ -118,11 +99,13 @@ def _wrong_type(facts: RecipeFacts) -> Iterator[Hit]:
             empty.append(key)
             continue
         value = facts.get(key)
-        name = key.rpartition(".")[2]
         is_switch = isinstance(value, bool) and expected == "a section"
-        fix = f"write {name}: {{enabled: {as_yaml(value)}}}" if is_switch else f"write {expected}"
         shown = as_yaml(value)
-        yield Hit(key, f"{shown if len(shown) < 60 else shown[:57] + '...'}: NeMo-RL takes {expected} here; {fix}")
+        yield Hit(
+            key,
+            f"{shown if len(shown) < 60 else shown[:57] + '...'}: NeMo-RL takes {expected} at this place",
+            fix={key: {"enabled": value}} if is_switch else {},
+        )
     if empty:
         further = f", and so are {', '.join(empty[1:])}" if empty[1:] else ""
         yield Hit(empty[0], f"null{further}: NeMo-RL takes a value here; set it, or start with overrides that do")

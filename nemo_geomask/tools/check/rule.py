@@ -24,12 +24,14 @@ class Hit:
             settings of ``fix`` in the place of ``{fix}``, or at the end.
         origin: file and line; if None, those of the key, or of the nearest section around it that the recipe contains.
         fix: settings that are a way out, by dotted key; empty if only the user can know them.
+        is_misspelt: True if the fix is ``key`` under its correct name, so that it has to be renamed.
     """
 
     key: str  # dotted key that the message is about; the recipe may lack it
     message: str
     origin: Origin | None = None
     fix: Mapping[str, Any] = field(default_factory=dict)
+    is_misspelt: bool = False
 
 
 RuleFunction = Callable[[RecipeFacts], Iterator[Hit]]
@@ -60,6 +62,7 @@ class Finding:
     message: str
     origin: Origin | None
     fix: Mapping[str, Any] = field(default_factory=dict)
+    is_misspelt: bool = False  # see Hit
 
 
 _rules: dict[str, Rule] = {}

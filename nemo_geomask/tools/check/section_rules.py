@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.config.strict import nearest
 from nemo_geomask.recipe import Origin
-from nemo_geomask.recipe.input_limits import load_yaml, read_source, read_text
+from nemo_geomask.recipe.input_limits import load_yaml, read_text
 from nemo_geomask.tools.check.config_classes import (
     GENERATION_CLASSES,
     generation_section,
@@ -23,6 +23,7 @@ from nemo_geomask.tools.check.config_classes import (
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
 from nemo_geomask.tools.check.setting_author import nemo_rl_files, user_keys
+from nemo_geomask.tools.check.source_words import source_texts
 from nemo_geomask.tools.check.value_types import AnyOf, ListOf, Section, ValueType
 
 _LOSS = "loss_fn"
@@ -149,6 +150,8 @@ def _misspelled_loss_section(facts: RecipeFacts) -> Iterator[Hit]:
                 f"NeMo-RL has no section {key} and ignores it, so another loss trains than the one written there; did "
                 f"you mean {_LOSS}?",
                 origin,
+                {_LOSS: facts.get(key)},
+                is_misspelt=True,
             )
 
 
@@ -204,7 +207,8 @@ def _unknown_key(facts: RecipeFacts) -> Iterator[Hit]:
         else:
             continue
         unknown_sections.append(key)
-        yield Hit(key, problem, origin)
+        correct = {f"{section}.{guess}": facts.get(key)} if guess else {}
+        yield Hit(key, problem, origin, correct, is_misspelt=bool(guess))
     not_judged = list(unknown_keys)
     if not_judged:
         yield Hit(
@@ -258,17 +262,11 @@ def _reads(checkout: Path, section: str, name: str) -> bool:
     last = re.escape(re.split(r"[.\[]", section.rstrip("]"))[-1])
     quoted = rf"""["']{re.escape(name)}["']"""
     read = re.compile(rf"""{last}\w*["'\])]*\s*(\.get\(\s*|\[){quoted}|{quoted} (not )?in [^\n]*{last}""")
-    return any(read.search(text) for text in _source_texts(checkout) if name in text)
-
-
-@functools.cache
-def _source_texts(checkout: Path) -> tuple[str, ...]:
-    files = (*(checkout / "nemo_rl").rglob("*.py"), *(checkout / "examples").rglob("*.py"))
-    return tuple(read_source(path) for path in files if path.is_file())
+    return any(read.search(text) for text in source_texts(checkout).values() if name in text)
 
 
 @functools.cache
 def _is_in_source(checkout: Path, name: str) -> bool:
     """Return True if NeMo-RL's source has the name in quotes or as an attribute, by which it could read a key."""
     mention = re.compile(rf"""["']{re.escape(name)}["']|\.{re.escape(name)}\b|\b{re.escape(name)}\s*[:=]""")
-    return any(name in text and mention.search(text) for text in _source_texts(checkout))
+    return any(name in text and mention.search(text) for text in source_texts(checkout).values())

@@ -34,7 +34,6 @@ class WordComparison(NamedTuple):
 class _Key(NamedTuple):
     section: str
     name: str
-    is_folded: bool = False  # True if the source compares the value in upper or lower case
 
 
 @functools.cache
@@ -94,27 +93,26 @@ def words_in_recipes(checkout: Path) -> Mapping[str, frozenset[str]]:
 
 @functools.cache
 def _comparisons(checkout: Path, path: Path) -> tuple[WordComparison, ...]:
+    return tuple(_SourceModule(checkout, _parsed(source_texts(checkout)[path])).comparisons())
+
+
+def _parsed(text: str) -> ast.Module:
+    """Return the tree of a module; an empty one if Python can't parse it."""
     try:
-        tree = parse_python(source_texts(checkout)[path])
+        tree: ast.Module = parse_python(text)
     except (SyntaxError, RecursionError):
-        return ()
-    return tuple(_SourceModule(checkout, tree).comparisons())
+        tree = ast.Module([], [])
+    return tree
 
 
 @functools.cache
 def _constant(checkout: Path, name: str) -> tuple[tuple[str, ...], bool]:
     """Return the words of a constant or an ``Enum``, and True if no function adds to it."""
     definition = re.compile(rf"^(class )?{name}\b[^\n]*[=:]", re.MULTILINE)
-    words: list[str] = []
-    texts = source_texts(checkout).values()
-    for text in texts:
-        if name in text and (match := definition.search(text)):
-            try:
-                for node in parse_python(text).body:
-                    words += _words_of_definition(node, name) if match else ()
-            except (SyntaxError, RecursionError):
-                continue
-    return tuple(words), not any(re.search(rf"\b{name}\[\w+\] =", text) for text in texts if name in text)
+    texts = [text for text in source_texts(checkout).values() if name in text]
+    trees = [_parsed(text) for text in texts if definition.search(text)]
+    words = tuple(word for tree in trees for node in tree.body for word in _words_of_definition(node, name))
+    return words, not any(re.search(rf"\b{name}\[\w+\] =", text) for text in texts)
 
 
 def _words_of_definition(node: ast.stmt, name: str) -> list[str]:
@@ -190,8 +188,6 @@ class _SourceModule:
             yield from self._compared(node, is_closed=False)
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
             yield from self._looked_up(node.slice, node.value, is_closed=True)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
-            yield from self._looked_up(node.args[0] if node.args else None, node.func.value, is_closed=False)
 
     def _chain(self, node: ast.If) -> Iterator[WordComparison]:
         """Yield closed comparisons of ``if … elif … else: raise``, all with one key, or of ``if … not in …: raise``."""
@@ -211,29 +207,25 @@ class _SourceModule:
     def _compared(self, node: ast.expr, *, is_closed: bool) -> Iterator[WordComparison]:
         if not isinstance(node, ast.Compare) or len(node.ops) != 1:
             return
-        operator, sides = node.ops[0], (node.left, node.comparators[0])
-        pairs = [sides]
-        pairs += [sides[::-1]] if isinstance(operator, ast.Eq | ast.NotEq) else []
-        for value, container in pairs if isinstance(operator, ast.Eq | ast.NotEq | ast.In | ast.NotIn) else ():
-            yield from self._looked_up(value, container, is_closed=is_closed)
+        left, right = node.left, node.comparators[0]
+        if isinstance(node.ops[0], ast.Eq | ast.NotEq | ast.In | ast.NotIn):
+            yield from self._looked_up(left, right, is_closed=is_closed)
+        if isinstance(node.ops[0], ast.Eq | ast.NotEq):
+            yield from self._looked_up(right, left, is_closed=is_closed)
 
-    def _looked_up(self, node: ast.expr | None, container: ast.expr, *, is_closed: bool) -> Iterator[WordComparison]:
-        key = self._key(node) if node is not None else None
+    def _looked_up(self, node: ast.expr, container: ast.expr, *, is_closed: bool) -> Iterator[WordComparison]:
+        key = self._key(node)
         words, is_fixed = self._words(container) if key else ((), False)
         if key and words:
-            folded = tuple(word.lower() for word in words) if key.is_folded else ()
-            yield WordComparison(key.section, key.name, (*words, *folded), is_closed and is_fixed)
+            yield WordComparison(key.section, key.name, words, is_closed and is_fixed)
 
     def _words(self, node: ast.expr) -> tuple[tuple[str, ...], bool]:
-        if isinstance(node, ast.Name):
-            local = self.constants.get(node.id)
-            return (tuple(_literal_words(local)), True) if local is not None else self._constant(node.id)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "keys":
-            return self._words(node.func.value)
-        return tuple(_literal_words(node)), True
-
-    def _constant(self, name: str) -> tuple[tuple[str, ...], bool]:
-        return _constant(self.checkout, name) if name[:1].isupper() and len(name) > 1 else ((), False)
+            node = node.func.value
+        if isinstance(node, ast.Name) and node.id not in self.constants:
+            is_constant = node.id[:1].isupper() and len(node.id) > 1
+            return _constant(self.checkout, node.id) if is_constant else ((), False)
+        return tuple(_literal_words(self.constants[node.id] if isinstance(node, ast.Name) else node)), True
 
     def _key(self, node: ast.expr) -> _Key | None:
         """Return the key that an expression reads: ``x["key"]``, ``x.get("key")``, ``x.key``, or a variable for one."""
@@ -243,8 +235,7 @@ class _SourceModule:
             return next((key for value in node.values if (key := self._key(value))), None)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in ("lower", "upper", "strip"):
-                key = self._key(node.func.value)
-                return key._replace(is_folded=True) if key else None
+                return self._key(node.func.value)
             is_read = node.func.attr in ("get", "pop") and node.args
             return self._inside(node.func.value, _text(node.args[0])) if is_read else None
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("str", "getattr") and node.args:

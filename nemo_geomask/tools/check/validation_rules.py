@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from nemo_geomask.config.strict import as_yaml
@@ -44,7 +45,8 @@ def _partial_validation_batch(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(
             f"{facts.algorithm}.max_val_samples",
             f"{sizes[0]}: NeMo-RL validates on whole batches of val_batch_size: {sizes[1]}, that is on {used} samples; "
-            f"set {used}, or a val_batch_size that divides {sizes[0]}",
+            f"{{fix}}, or a val_batch_size that divides {sizes[0]}",
+            fix={f"{facts.algorithm}.max_val_samples": used},
         )
 
 
@@ -59,7 +61,8 @@ def _unranked_checkpoints(facts: RecipeFacts) -> Iterator[Hit]:
     if name in _LARGER_IS_BETTER and facts.get("checkpointing.higher_is_better") is False:
         yield Hit(
             "checkpointing.higher_is_better",
-            f"false, but {_METRIC}: {metric}: the worst checkpoints are kept; set true",
+            f"false, but {_METRIC}: {metric}: the worst checkpoints are kept",
+            fix={"checkpointing.higher_is_better": True},
         )
     if not metric.startswith("val:"):
         return
@@ -69,13 +72,15 @@ def _unranked_checkpoints(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(
             _METRIC,
             f"{metric}, but {period_key}: {as_yaml(facts.get(period_key))} never validates, so no checkpoint has "
-            f"the metric, and the newest are kept; set {period_key}, or null for the metric",
+            f"the metric, and the newest are kept; set {period_key}, or {{fix}}",
+            fix={_METRIC: None},
         )
     elif period and saving and saving % period:
         yield Hit(
             "checkpointing.save_period",
             f"{saving:g} is not a multiple of {period_key}: {period:g}: a checkpoint between two validations has no "
-            f"{metric}, ranks last and is deleted first; set a multiple of {period:g}",
+            f"{metric}, ranks last and is deleted first",
+            fix={"checkpointing.save_period": math.ceil(saving / period) * int(period)},
         )
 
 
@@ -90,11 +95,13 @@ def _ignored_reward_step(facts: RecipeFacts) -> Iterator[Hit]:
                 yield Hit(
                     key,
                     "true has no effect: NeMo-RL's single controller, which a section async_rl selects, does not "
-                    "implement it; set false, or remove async_rl and start examples/run_grpo.py",
+                    "implement it; {fix}, or remove async_rl and start examples/run_grpo.py",
+                    fix={key: False},
                 )
     key = "ppo.use_dynamic_sampling"
     if facts.is_true(key) and (facts.nemo_rl is None or not calls_dynamic_sampling_in_ppo(facts.nemo_rl)):
-        yield Hit(key, "true has no effect: NeMo-RL's PPO keeps every prompt; set false, and ppo.batch_multiplier: 1.0")
+        fix = {key: False, "ppo.batch_multiplier": 1.0}
+        yield Hit(key, "true has no effect: NeMo-RL's PPO keeps every prompt", fix=fix)
 
 
 def _shapes_by_length(facts: RecipeFacts) -> bool:
@@ -121,11 +128,12 @@ def _length_penalty_out_of_reach(facts: RecipeFacts) -> Iterator[Hit]:
     key = min(limits, key=lambda key: limits[key])
     limit = limits[key]
     if limit <= longest - buffer:
-        fix = f"set {limit:g}" if buffer < limit else f"set {limit:g}, and overlong_buffer_length: {limit // 4:g} or so"
+        shorter = {f"{section}.overlong_buffer_length": int(limit // 4)} if buffer >= limit else {}
         yield Hit(
             f"{section}.max_response_length",
             f"{longest:g}: the penalty begins at {longest - buffer:g} tokens (max_response_length - "
-            f"overlong_buffer_length), but {key} limits responses to {limit:g}, so it never applies; {fix}",
+            f"overlong_buffer_length), but {key} limits responses to {limit:g}, so it never applies",
+            fix={f"{section}.max_response_length": int(limit), **shorter},
         )
 
 

@@ -6,13 +6,17 @@ import json
 import os
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nemo_geomask.cli import main
-from nemo_geomask.config.strict import inline_yaml
+from nemo_geomask.config.conflicts import find_conflicts
+from nemo_geomask.config.loss_settings import LossSettings
+from nemo_geomask.config.strict import advice, inline_yaml
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe import nemo_rl_root, read_recipe
 from nemo_geomask.recipe import recipe_file as recipes
-from nemo_geomask.recipe.yaml_edit import set_in_text
+from nemo_geomask.recipe.yaml_edit import rename_in_text, set_in_text
 from nemo_geomask.tools.check import Finding, RecipeFacts, check
 from nemo_geomask.tools.check.model_shapes import has_experts
 from nemo_geomask.tools.check.recipe_check import UNCHECKED_SECTIONS
@@ -125,6 +129,51 @@ def test_a_fix_that_another_one_contradicts_waits_for_the_next_check(recipe):
     fixed = fix_recipe(facts.recipe, (first, other))
     assert [finding.key for finding in fixed.applied] == ["policy.max_grad_norm"]
     assert "another finding has set 1.0; check again" in fixed.refused[0]
+
+
+def test_a_misspelt_key_is_renamed_where_it_is_written(recipe):
+    text = recipe.read_text()
+    assert rename_in_text(text, "policy.generation.top_p", "top_k") == text.replace("top_p", "top_k")
+    for key, name in (("policy.generation", "generation"), ("policy.max_grad_norm", "x"), ("loss_fn.a.b", "x")):
+        with pytest.raises(ConfigError, match="do so by hand"):
+            rename_in_text(text, key, name)
+
+
+_CHOICES = {
+    "token_level_loss": (True, False),
+    "loss_normalization": (None, "tokens", "constant", "documents"),
+    "loss_normalization_constant": (None, 8.0),
+    "sequence_level_importance_ratios": (False, True),
+    "use_cispo": (False, True),
+    "ratio_clip_c": (None, 3.0),
+    "disable_ppo_ratio": (False, True),
+    "ratio_anchor": ("prev", "gen"),
+    "use_importance_sampling_correction": (False, True),
+    "truncated_importance_sampling_type": (None, "tis", "icepop", "seq-mask-tis"),
+    "truncated_importance_sampling_ratio": (None, 2.0, 1.5),
+    "truncated_importance_sampling_ratio_min": (None, 0.5, 1.75),
+    "is_correction_level": (None, "token", "sequence"),
+    "is_correction_batch_normalize": (False, True),
+    "audit_fraction": (0.0, 0.5),
+    "metrics": ("full", "nemo_rl"),
+    "kl_tokens": ("trained", "kept"),
+    "kl_ratio_anchor": ("gen", "prev"),
+    "use_kl_in_reward": (False, True),
+    "reference_policy_kl_type": ("k3", "k4"),
+    "reference_policy_kl_gradient": (None, "k2"),
+    "positive_example_nll_normalization": ("microbatch", "loss"),
+    "denominator": ("original", "kept"),
+}
+
+
+@given(st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in _CHOICES.items()}))
+def test_the_fix_of_a_conflict_resolves_it(settings):
+    for severity in ("error", "warning"):
+        for conflict in find_conflicts(LossSettings(**settings), severity):
+            if conflict.fix:
+                assert advice(conflict.fix) in conflict.message or "swap them" in conflict.message
+                fixed = find_conflicts(LossSettings(**{**settings, **conflict.fix}), severity)
+                assert conflict.keys not in [each.keys for each in fixed]
 
 
 @pytest.mark.long

@@ -159,7 +159,7 @@ def test_a_length_penalty_is_moved_to_where_responses_end(findings):
         for finding in findings({**changes, "grpo.reward_shaping.overlong_buffer_length": 600})
         if finding.rule.id == "GM410"
     )
-    assert hit.message.endswith("set 512, and overlong_buffer_length: 128 or so")
+    assert list(hit.fix.values()) == [512, 128]
 
 
 @pytest.mark.parametrize(
@@ -227,15 +227,6 @@ def test_an_invalid_setting_of_the_loss_hides_no_other_rule(findings):
 )
 def test_rules_are_checked_without_what_is_invalid(changes, expected, findings):
     assert {finding.rule.id for finding in findings(changes)} == expected
-
-
-def test_a_way_out_is_one_that_the_objective_allows(findings):
-    def message(name):
-        changes = {"loss_fn.name": name, TP: 4, SCORING: 8}
-        return next(finding.message for finding in findings(changes) if finding.rule.id == "GM307")
-
-    assert "set force_on_policy_ratio: true" in message("clipped_pg")
-    assert "force_on_policy_ratio" not in message("gspo")
 
 
 def test_bounds_beyond_reach_on_one_side_are_not_said_to_remove_nothing(findings):
