@@ -151,6 +151,26 @@ def test_every_command_of_the_pages_is_accepted():
     assert accepted > 60
 
 
+@pytest.mark.slow
+@pytest.mark.skipif("NEMO_RL_ROOT" not in os.environ, reason="needs a NeMo-RL checkout: NEMO_RL_ROOT")
+def test_what_the_pages_add_to_a_recipe_is_no_mistake_in_nemo_rls_own(tmp_path, capsys):
+    """Overrides that the pages name a loss with, and their recipes that inherit from one of NeMo-RL's."""
+    own = Path(os.environ["NEMO_RL_ROOT"], "examples", "configs")
+    recipes = ["grpo_math_1B", "grpo_math_8B_megatron", "recipes/llm/grpo-qwen3-1.7b-1n8g-megatron-eagle3"]
+    calls, written = [], []
+    for page, text in PAGES.items():
+        spans = re.findall(r"`([^`\n]*\+\+loss_fn\.name=[^`\n]*)`", text)
+        calls += [[*(str(own / f"{recipe}.yaml") for recipe in recipes), *shlex.split(span)] for span in spans]
+        for block in blocks(text, "yaml"):
+            if re.search(r"^defaults: \$\{oc.env:NEMO_RL_ROOT.*yaml$", block, re.MULTILINE):
+                written.append(tmp_path / f"{page.stem}.yaml")
+                written[-1].write_text(block, encoding="utf-8")
+    assert len(calls) >= 2
+    assert len(written) >= 2
+    for words in [*calls, list(map(str, written))]:
+        assert main(["check", *words]) < 2, (words, capsys.readouterr().out)
+
+
 TUTORIALS = {page.stem: page for page in sorted(DOCS.glob("tutorials/*.md")) if blocks(PAGES[page], "sh")}
 # The one that trains and compiles takes half a minute.
 LONG = {"without_gpu"}
