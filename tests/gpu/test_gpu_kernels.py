@@ -9,7 +9,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from nemo_geomask.kernels import cpu, gpu
 from nemo_geomask.parallel import vocab_parallel_logprobs
-from tests.helpers.memory import count_host_syncs, peak_memory
+from nemo_geomask.tools.bench.meters import count_host_syncs
+from tests.helpers.memory import peak_memory
 
 DEVICE = "cuda"
 IGNORE = -100

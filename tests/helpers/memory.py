@@ -1,8 +1,7 @@
-"""Peak memory of a call, and how often it makes the host wait for the GPU."""
+"""Peak memory of a call."""
 
 import ctypes
 import re
-import warnings
 from pathlib import Path
 
 import pytest
@@ -44,17 +43,3 @@ def peak_memory(step, given):
 
 def _resident_bytes(field):
     return 1024 * int(re.search(rf"^{field}:\s+(\d+) kB", _STATUS.read_text(encoding="ascii"), re.M)[1])
-
-
-def count_host_syncs(step):
-    """Count the operations of ``step`` that make the host wait for the GPU, by torch's warnings about them."""
-    torch.cuda.synchronize()
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            step()
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
