@@ -8,13 +8,13 @@ import importlib.util
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.losses import PrestepPass
 from nemo_geomask.records.writer import Recorder
-from nemo_geomask.tools.rehearse import worker_counts
+from nemo_geomask.tools.rehearse import weight_groups, weight_sums, worker_counts
 from nemo_geomask.tools.rehearse.event_log import Events, stage_of
 
 _RAY_TIMEOUT = 60.0  # seconds
@@ -25,6 +25,8 @@ _samplers: weakref.WeakSet[Any] = weakref.WeakSet()
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 # Numbers of the refits after which the weights were compared.
 _compared_refits: set[int] = set()
+# By engine, the sums of its weights after the last refit.
+_sums_before: dict[int, weight_groups.Sums] = {}
 # Timer label of the validation that is running; empty outside of a validation.
 _validations: list[str] = []
 _SYNCHRONIZERS = (
@@ -96,7 +98,8 @@ def _compare_after_refit(events: Events, original: Callable[..., Any]) -> Callab
 
 def _compare_weights(events: Events) -> None:
     """Log which groups of weights differ between the training workers and the engines, once for each refit."""
-    sent = max(_call_workers(_policies, worker_counts.read_sent_sums), key=lambda answer: int(answer["refits"]))
+    answers = _call_workers(_policies, weight_sums.read_sent_sums)
+    sent = max(answers, key=lambda answer: int(answer["refits"]))
     refits = int(sent["refits"])
     if refits in _compared_refits:
         return  # both are wrapped, and refit_policy_generation calls sync_weights
@@ -104,34 +107,38 @@ def _compare_weights(events: Events) -> None:
     if not sent["sums"]:
         events("weights", error="this NeMo-RL sends the weights in a way that is not observed", refits=refits)
         return
-    engines = 0
+    trainer, held = _merged([answer["precision"] for answer in answers]), _merged([])
     compared: set[str] = set()
-    differences: dict[str, worker_counts.Difference] = {}
-    quantised: dict[str, str] = {}
-    for processes in filter(None, _call_workers(_samplers, worker_counts.engine_sums)):
-        engines += 1
-        engine = worker_counts.merge_processes(processes)
-        quantised |= {
-            group: dtype for group in engine for dtype in engine[group] if dtype not in worker_counts.ENGINE_DTYPES
-        }
-        comparable, held = (
-            {group: sums for group, sums in side.items() if group not in quantised} for side in (sent["sums"], engine)
-        )
-        for difference in worker_counts.compare(comparable, held):
-            differences.setdefault(difference.group, difference)
-        compared |= comparable.keys() & held.keys()
+    unknown: set[str] = set()
+    differences: dict[str, weight_groups.Difference] = {}
+    engines = list(filter(None, _call_workers(_samplers, weight_sums.engine_sums)))
+    for number, processes in enumerate(engines):
+        engine = weight_groups.merge_processes([sums for sums, _ in processes])
+        held = _merged([held, *(precision for _, precision in processes)])
+        found, known, others = weight_groups.compare(sent["sums"], engine, _sums_before.get(number))
+        differences = {difference.group: difference for difference in found} | differences
+        compared.update(known)
+        unknown.update(others)
+        _sums_before[number] = engine
+    precision = {"trainer": trainer, "engine": {**held, "unknown": sorted(unknown)}}
     if engines and not compared:
-        dtypes = ", ".join(sorted(set(quantised.values())))
+        dtypes = ", ".join(sorted(set(held["quantised"].values())))
         error = (
             f"the engine keeps weights in {dtypes}" if dtypes else "trainer and engine have no weight of the same name"
         )
-        events("weights", error=error, refits=refits, quantised=quantised)
+        events("weights", error=error, refits=refits, precision=precision)
         return
     listed = [vars(difference) for difference in differences.values()]
     # In float32, in which a refit that rounds to another dtype shows.
     total = sum(by_dtype["float32"][1] for by_dtype in sent["sums"].values())
-    counts = {"refits": refits, "engines": engines, "groups": len(compared), "quantised": quantised}
+    counts = {"refits": refits, "engines": len(engines), "groups": len(compared), "precision": precision}
     events("weights", **counts, differences=listed, sent=f"{total:.12g}")
+
+
+def _merged(precisions: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[str, str]]:
+    """Return the precision of a model that several processes hold."""
+    kinds = ("quantised", "routers", "rounded")
+    return {kind: {group: each for part in precisions for group, each in part[kind].items()} for kind in kinds}
 
 
 def _call_workers(groups: Any, function: Callable[[Any], Any]) -> list[Any]:
@@ -145,6 +152,7 @@ def _call_workers(groups: Any, function: Callable[[Any], Any]) -> list[Any]:
 def stop_workers() -> list[Any]:
     """Undo what was changed in the training workers, and return their policies in this process."""
     _call_workers(_policies, worker_counts.stop_counting)
+    _sums_before.clear()
     return list(_policies)
 
 

@@ -10,53 +10,28 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from nemo_geomask.records.record_schema import step_files
-from nemo_geomask.tools.rehearse.error_causes import plugin_module
-from nemo_geomask.tools.rehearse.mismatch_check import NONFINITE, Mismatch
-from nemo_geomask.tools.rehearse.run_outcome import RunFailure
+from nemo_geomask.tools.rehearse.mismatch_check import NONFINITE
+from nemo_geomask.tools.rehearse.run_outcome import RunEvidence, RunFailure, unmet
 from nemo_geomask.tools.rehearse.update_check import MAX_RATIO_ERROR, MAX_UPDATE_K3
+from nemo_geomask.tools.rehearse.weight_conditions import (
+    caches_are_reset,
+    precision_is_as_asked,
+    precision_notes,
+    weights_reached_the_engine,
+    weights_were_trained,
+)
 
 _LOST_RECORD = re.compile(
     r"records: step \d+ (?:lost|is without curr)(?: \(\d+ so far\) on the way to [^:]*)?(?:: )?(.*)"
 )
 _WIDEN = "widen the bounds, unless the diagnosis names a fault; a tiny model's mismatch is not the real model's"
 _OTHER_ROWS = "a microbatch's log-probs, masks and advantages must be of the same rows, on every rank"
-_GROWTH = 5.0  # of the mismatch, within a preflight
 MAX_LOSS_ERROR = 1e-4
 """Largest difference of the logged loss from that of the recorded batch, over the sum of its terms' sizes."""
-
-
-@dataclass(frozen=True)
-class RunEvidence:
-    """Data of a finished run, by which it is judged."""
-
-    events: Sequence[Mapping[str, Any]]  # its events, in order
-    metrics: Mapping[int, Mapping[str, float]]  # metrics by training step
-    steps: Sequence[int]  # numbers of the steps that were to be trained
-    loss_name: str | None  # ``loss_fn.name``; None if NeMo-RL's own loss was asked for
-    records: Path | None = None  # folder of its records; None if it was not to be recorded
-    mismatch: Mismatch | None = None  # diagnosis of the records; None without records
-    update: Mismatch | None = None  # verdict on π_θ at the first updates, against π_old; None without records
-    updates: int = 1  # number of optimiser steps that a rollout batch has
-    # by step, the loss of the recorded batch and the sum of its terms' absolute values; empty without records
-    replayed: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    forecasts: Sequence[str] = ()  # what `check` expects of masks that keep hardly anything
-    log: str = ""  # the driver's output
-    is_validated: bool = False  # True if NeMo-RL was to validate
-
-    @property
-    def worker_counts(self) -> list[Mapping[str, Any]]:
-        """The workers' counts, before the first step and after each."""
-        return [event for event in self.events if event["kind"] == "worker_counts"]
-
-    @property
-    def is_plugin(self) -> bool:
-        """True if the loss is not one of this package's own."""
-        return self.loss_name is not None and plugin_module(self.loss_name) != ""
 
 
 def unmet_conditions(evidence: RunEvidence) -> tuple[RunFailure, ...]:
@@ -77,10 +52,6 @@ def _until(evidence: RunEvidence, last: int) -> RunEvidence:
     return replace(evidence, metrics=metrics, events=events, mismatch=mismatch, update=None, replayed={})
 
 
-def _problem(stage: str, message: str, setting: str | None = None, fix: str | None = None) -> RunFailure:
-    return RunFailure(stage, message, message, setting, fix)
-
-
 def numbers_are_finite(evidence: RunEvidence) -> Iterator[RunFailure]:
     """Require that no loss or gradient norm is NaN; inf is allowed, as squares of finite gradients can overflow."""
     step = _nan_step(evidence)
@@ -90,15 +61,15 @@ def numbers_are_finite(evidence: RunEvidence) -> Iterator[RunFailure]:
     message = f"{name} of step {step} is nan"
     mismatch = evidence.mismatch
     if mismatch is None:
-        yield _problem("step", message)
+        yield unmet("step", message)
     elif mismatch.cause == NONFINITE and (mismatch.since or 0) <= step:
-        yield _problem("step", f"{message}: log-probs are NaN or infinite", mismatch.setting, mismatch.fix)
+        yield unmet("step", f"{message}: log-probs are NaN or infinite", mismatch.setting, mismatch.fix)
     elif evidence.is_plugin:
         message += f": the log-probs are finite, so the plugin {evidence.loss_name} computed it"
-        yield _problem("step", message, "loss_fn.name", "look for 0/0, log 0 or inf - inf in its formula")
+        yield unmet("step", message, "loss_fn.name", "look for 0/0, log 0 or inf - inf in its formula")
     else:
         fix = "the log-probs are finite: look at the learning rate, and at overflows in the backward pass"
-        yield _problem("step", message, "policy.optimizer, policy.precision", fix)
+        yield unmet("step", message, "policy.optimizer, policy.precision", fix)
 
 
 _FINITE = ("loss", "grad_norm")
@@ -119,18 +90,18 @@ def loss_was_called(evidence: RunEvidence) -> Iterator[RunFailure]:
     worker_counts = evidence.worker_counts
     requested = evidence.loss_name or "NeMo-RL's own"
     if not worker_counts or (len(worker_counts) == 1 and evidence.metrics):
-        yield _problem("step", "no worker reported which loss it called", "PYTHONPATH, or the workers' environments")
+        yield unmet("step", "no worker reported which loss it called", "PYTHONPATH, or the workers' environments")
         return
     for before, after in itertools.pairwise(worker_counts):
         if _calls(after) <= _calls(before) and not _is_skipped(evidence.metrics.get(after["step"], {})):
             message = f"no loss was called in the workers in step {after['step']}, and {requested} was asked for"
-            yield _problem("step", message, "loss_fn.name", "another function than NeMo-RL's training step has run")
+            yield unmet("step", message, "loss_fn.name", "another function than NeMo-RL's training step has run")
             return
     for name in _names(worker_counts[-1]):
         if not _is_requested(name, evidence.loss_name):
             message = f"the workers called the loss {name}, and {requested} was asked for"
             fix = "start NeMo-RL by `nemo-geomask run`; see Workers in docs/reference/nemo_rl.md"
-            yield _problem("step", message, "loss_fn.name", fix)
+            yield unmet("step", message, "loss_fn.name", fix)
 
 
 def _is_skipped(values: Mapping[str, float]) -> bool:
@@ -158,7 +129,7 @@ def no_step_was_vetoed(evidence: RunEvidence) -> Iterator[RunFailure]:
         kl = evidence.metrics[vetoed[0]].get("geomask/batch_kl", math.nan)
         every = "every step" if len(vetoed) == len(evidence.steps) else f"step {_listed(vetoed)}"
         message = f"{every} was vetoed and not trained: its mismatch KL, {kl:.3g}, is beyond loss_fn.batch_veto.max"
-        yield _problem("veto", message, "loss_fn.batch_veto.max", _WIDEN)
+        yield unmet("veto", message, "loss_fn.batch_veto.max", _WIDEN)
 
 
 def something_was_kept(evidence: RunEvidence) -> Iterator[RunFailure]:
@@ -173,55 +144,7 @@ def something_was_kept(evidence: RunEvidence) -> Iterator[RunFailure]:
         every = "any step" if len(emptied) == len(evidence.steps) else f"step {_listed(emptied)}"
         message = f"nothing was kept of {every}: the masks removed all tokens, so that it did not train"
         fix = "; ".join(evidence.forecasts) or _WIDEN
-        yield _problem("step", message, "loss_fn.masks", fix)
-
-
-def weights_were_trained(evidence: RunEvidence) -> Iterator[RunFailure]:
-    """Require that at least one step changed the trainer's weights."""
-    sums = [_weights(proof) for proof in evidence.worker_counts]
-    if len(sums) > 1 and all(each == sums[0] and None not in each for each in sums):
-        message = f"no weight of the trainer has changed in {len(sums) - 1} steps"
-        fix = "the learning rate is 0 throughout, or all gradients are: see grad_norm, the scheduler and the masks"
-        yield _problem("step", message, "policy.optimizer, policy.scheduler", fix)
-
-
-def _weights(proof: Mapping[str, Any]) -> list[Any]:
-    return [worker.get("weights") for worker in proof["workers"]]
-
-
-def weights_reached_the_engine(evidence: RunEvidence) -> Iterator[RunFailure]:
-    """Require that the engine holds the trainer's weights after each refit, and that each step's weights are sent."""
-    comparisons = [event for event in evidence.events if event["kind"] == "weights" and "differences" in event]
-    stale = [event for event in comparisons if event["differences"]]
-    key = "policy.generation"
-    if stale:
-        first = stale[0]
-        groups = [str(each["group"]) for each in first["differences"]]
-        listed = ", ".join(groups[:3]) + (f" and {len(groups) - 3} more" if len(groups) > 3 else "")
-        largest = max(float(each["size"]) for each in first["differences"])
-        message = (
-            f"after refit {first['refits']} the engine does not hold the trainer's weights: {len(groups)} of "
-            f"{first['groups']} groups differ ({listed}), by up to {largest:.1e} of their size"
-        )
-        earlier = sum(event["refits"] < first["refits"] for event in comparisons)
-        if earlier:
-            message += f"; {'it was' if earlier == 1 else 'they were'} the same after {_times(earlier)} before"
-        fix = "the sampler keeps old weights: every process of the engine must load every update, for all layers"
-        yield _problem("refit", message, key, fix)
-    worker_counts = evidence.worker_counts
-    for earlier_proof, proof, later in zip(worker_counts, worker_counts[1:], worker_counts[2:], strict=False):
-        if _weights(earlier_proof) != _weights(proof) and _refits(proof) == _refits(later):
-            message = f"the weights of step {proof['step']} were not sent to the engine before the end of the next step"
-            yield _problem("refit", message, key, "the sampler keeps old weights: NeMo-RL did not refit")
-            return
-
-
-def _refits(proof: Mapping[str, Any]) -> int:
-    return max((int(worker.get("refits", 0)) for worker in proof["workers"]), default=0)
-
-
-def _times(count: int) -> str:
-    return "1 refit" if count == 1 else f"{count} refits"
+        yield unmet("step", message, "loss_fn.masks", fix)
 
 
 def records_are_complete(evidence: RunEvidence) -> Iterator[RunFailure]:
@@ -234,39 +157,24 @@ def records_are_complete(evidence: RunEvidence) -> Iterator[RunFailure]:
     if lost:
         reason = next(filter(None, reasons), f"{evidence.records} has no file of it")
         message = f"the record of step {_listed(lost)} was lost: {reason}"
-        yield _problem("metrics", message, "loss_fn.record.dir", "look for a full disk or missing rights in its folder")
+        yield unmet("metrics", message, "loss_fn.record.dir", "look for a full disk or missing rights in its folder")
     elif reasons:
         message = f"a record lacks the log-probs that trained (curr): {reasons[0]}"
-        yield _problem("metrics", message, "loss_fn.record", "see the log for what the workers answered")
+        yield unmet("metrics", message, "loss_fn.record", "see the log for what the workers answered")
 
 
 def validation_ran(evidence: RunEvidence) -> Iterator[RunFailure]:
     """Require that NeMo-RL validated, if it was to."""
     if evidence.is_validated and not any(event.get("stage") == "val" for event in evidence.events):
-        yield _problem("val", "NeMo-RL has not validated, and --validate was given", "grpo.val_period, data.validation")
-
-
-def caches_are_reset(evidence: RunEvidence) -> Iterator[RunFailure]:
-    """Require that a mismatch that was usual at first stays so, while the engine holds the trainer's weights."""
-    limit = math.inf if evidence.mismatch is None else evidence.mismatch.limits.k3
-    k3 = {step: values["gen_kl_error"] for step, values in sorted(evidence.metrics.items()) if "gen_kl_error" in values}
-    comparisons = [event["differences"] for event in evidence.events if "differences" in event]
-    first, *later = k3.items() or [(0, math.inf)]
-    step = next((step for step, value in later if first[1] < limit < value and value > _GROWTH * first[1]), None)
-    if step is not None and comparisons and not any(comparisons):
-        message = (
-            f"the mismatch of step {step}, {k3[step]:.2g}, is {k3[step] / first[1]:.0f} times that of step {first[0]}, "
-            "though the engine holds the trainer's weights: it still uses what it computed with older ones"
-        )
-        fix = "reset the prefix cache after each refit (grpo.async_grpo.recompute_kv_cache_after_weight_updates)"
-        yield _problem("refit", message, "policy.generation.vllm_cfg.enable_prefix_caching", fix)
+        yield unmet("val", "NeMo-RL has not validated, and --validate was given", "grpo.val_period, data.validation")
 
 
 def logprobs_agree(evidence: RunEvidence) -> Iterator[RunFailure]:
     """Require that the log-probs of sampler and trainer differ no more than in a healthy tiny model."""
     mismatch = evidence.mismatch
     if mismatch is not None and mismatch.cause:
-        yield _problem("log-probs", f"{mismatch.cause} ({mismatch.details})", mismatch.setting, mismatch.fix)
+        fix = "; ".join([mismatch.fix, *precision_notes(evidence.weight_precision)])
+        yield unmet("log-probs", f"{mismatch.cause} ({mismatch.details})", mismatch.setting, fix)
 
 
 def policy_is_unchanged_at_first_update(evidence: RunEvidence) -> Iterator[RunFailure]:
@@ -275,7 +183,7 @@ def policy_is_unchanged_at_first_update(evidence: RunEvidence) -> Iterator[RunFa
     if update is None or update.unjudged:
         return
     if update.cause:
-        yield _problem("step", f"{update.cause} ({update.details})", update.setting, update.fix)
+        yield unmet("step", f"{update.cause} ({update.details})", update.setting, update.fix)
     elif evidence.updates == 1:
         for step, values in sorted(evidence.metrics.items()):
             ratio, k3 = values.get("probs_ratio", 1.0), values.get("geomask/policy_k3", 0.0)
@@ -284,7 +192,7 @@ def policy_is_unchanged_at_first_update(evidence: RunEvidence) -> Iterator[RunFa
                     f"the workers' own probs_ratio of step {step} is {ratio:.4g} and their policy_k3 {k3:.3g}, not 1 "
                     "and 0: the recorded curr and prev agree, so that the loss had other rows' prev_logprobs"
                 )
-                yield _problem("step", message, "loss_fn.name, policy.sequence_packing", _OTHER_ROWS)
+                yield unmet("step", message, "loss_fn.name, policy.sequence_packing", _OTHER_ROWS)
                 return
 
 
@@ -297,7 +205,7 @@ def loss_is_that_of_the_batch(evidence: RunEvidence) -> Iterator[RunFailure]:
                 f"the loss of step {step} is {logged:.6g}, and that of its recorded batch is {expected:.6g}: the "
                 "workers computed it with other rows, masks, advantages or counts"
             )
-            yield _problem("step", message, "loss_fn.name, policy.sequence_packing", _OTHER_ROWS)
+            yield unmet("step", message, "loss_fn.name, policy.sequence_packing", _OTHER_ROWS)
             return
 
 
@@ -310,6 +218,7 @@ CONDITIONS: tuple[Condition, ...] = (
     # In this order, because an unmet condition often explains those after it.
     loss_was_called,
     weights_reached_the_engine,
+    precision_is_as_asked,
     caches_are_reset,
     logprobs_agree,
     policy_is_unchanged_at_first_update,

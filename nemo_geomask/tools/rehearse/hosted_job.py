@@ -21,7 +21,8 @@ from nemo_geomask.tools.check import RecipeFacts
 from nemo_geomask.tools.rehearse.event_log import read_events
 from nemo_geomask.tools.rehearse.launch_environment import has_automodel, launch_environment, supports_fp8_cache
 from nemo_geomask.tools.rehearse.plan import Plan, plan
-from nemo_geomask.tools.rehearse.rehearsal import driver_command, has_gpus, nemo_rl_checkout
+from nemo_geomask.tools.rehearse.rehearsal import has_gpus, nemo_rl_checkout
+from nemo_geomask.tools.rehearse.rehearsed_run import driver_command
 from nemo_geomask.tools.rehearse.run_outcome import innermost_error, without_colours
 from nemo_geomask.tools.rehearse.setting_changes import Change
 from nemo_geomask.tools.rehearse.supervision import supervised

@@ -9,8 +9,8 @@ from pathlib import Path
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import GeomaskError
 from nemo_geomask.tools.rehearse.control_run import Samples
-from nemo_geomask.tools.rehearse.gate import RunEvidence
 from nemo_geomask.tools.rehearse.healthy_limits import HealthyLimits
+from nemo_geomask.tools.rehearse.run_outcome import RunEvidence
 
 
 def has_arrow() -> bool:

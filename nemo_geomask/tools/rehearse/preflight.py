@@ -10,23 +10,23 @@ from __future__ import annotations
 import argparse
 import importlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_geomask.errors import ConfigError, GeomaskError, Problem
 from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.hosts.nemo_rl.training_step import stop_recording
-from nemo_geomask.recipe import read_recipe
+from nemo_geomask.recipe import Recipe, read_recipe
 from nemo_geomask.tools.check import RecipeFacts
 from nemo_geomask.tools.diagnose import find_run, survey_run
 from nemo_geomask.tools.rehearse import event_hooks, usual_mismatch
 from nemo_geomask.tools.rehearse.event_log import Events, read_events
-from nemo_geomask.tools.rehearse.gate import RunEvidence, unmet_conditions
+from nemo_geomask.tools.rehearse.gate import unmet_conditions
 from nemo_geomask.tools.rehearse.hosted_job import make_empty
 from nemo_geomask.tools.rehearse.judgement import with_records
-from nemo_geomask.tools.rehearse.rehearsal_report import run_lines, verdict_lines
-from nemo_geomask.tools.rehearse.run_outcome import RunResult, outcome_of
+from nemo_geomask.tools.rehearse.run_outcome import RunEvidence, RunResult, outcome_of
+from nemo_geomask.tools.rehearse.run_report import run_lines, verdict_lines
 from nemo_geomask.tools.rehearse.setting_changes import Change
 
 _EVENTS = "events.jsonl"
@@ -42,19 +42,28 @@ class Preflight:
         always_stops: stop the run after the verdict, whatever it is.
         prompts: file of prompts, a JSON object with ``input`` and ``output`` a line; None: the recipe's.
         folder: folder for events, records and the report; what it holds is deleted.
+        predicted: what to print beside the measured cost of log-probs and loss.
 
     Raises: ConfigError: the script's arguments name no recipe, the recipe can't be read, or its run can't be judged.
     """
 
     def __init__(
-        self, arguments: Sequence[str], *, steps: int, always_stops: bool, prompts: Path | None = None, folder: Path
+        self,
+        arguments: Sequence[str],
+        *,
+        steps: int,
+        always_stops: bool,
+        prompts: Path | None = None,
+        folder: Path,
+        predicted: Callable[[Recipe], str] = lambda recipe: "",
     ) -> None:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--config")
         options, overrides = parser.parse_known_args(list(arguments))
         if options.config is None:
             raise ConfigError("--preflight reads the recipe: give the script its --config")
-        self._facts = RecipeFacts.from_recipe(read_recipe(options.config, overrides))
+        recipe = read_recipe(options.config, overrides)
+        self._facts, self._predicted = RecipeFacts.from_recipe(recipe), predicted(recipe)
         if self._facts.trains_nemo_rl_loss or self._facts.uses_single_controller:
             message = (
                 "--preflight judges records of a loss of nemo_geomask in GRPO or PPO without the single controller"
@@ -98,7 +107,7 @@ class Preflight:
         self._detach()
         outcome = self._judge(events, sorted(steps))
         lines = [f"preflight of {len(steps)} steps", *run_lines(outcome, self._folder), "", *verdict_lines(outcome)]
-        lines += self._worst_tokens()
+        lines += [*filter(None, [self._predicted]), *self._worst_tokens()]
         is_healthy = outcome.failure is None
         ends = "stopped" if self._always_stops or not is_healthy else "the run goes on, and nothing of it is left in it"
         lines += ["", f"preflight {'passed' if is_healthy else 'FAILED'}; {ends}. Records are in {self._records}"]
@@ -127,6 +136,7 @@ class Preflight:
             loss_name=facts.config.name,
             records=self._records,
             updates=int(facts.steps_per_rollout or 1),
+            precisions=usual_mismatch.precisions(facts),
         )
         try:
             experts = bool(survey_run(find_run(self._records), steps).experts)

@@ -4,43 +4,36 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from nemo_geomask.errors import ConfigError, Problem
-from nemo_geomask.hosts.nemo_rl import accepted_apis
 from nemo_geomask.hosts.nemo_rl.facts import has_kl_score_function
 from nemo_geomask.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
-from nemo_geomask.tools.check import Finding, RecipeFacts, check, has_experts
+from nemo_geomask.tools.check import Finding, RecipeFacts, check
 from nemo_geomask.tools.rehearse.control_run import (
     Comparison,
-    Samples,
     control_overrides,
     settings_of_ours_alone,
 )
-from nemo_geomask.tools.rehearse.event_log import STAGES, read_events
-from nemo_geomask.tools.rehearse.gate import RunEvidence, unmet_conditions
-from nemo_geomask.tools.rehearse.healthy_limits import healthy_limits, update_limits
-from nemo_geomask.tools.rehearse.judgement import has_arrow, read_samples, with_records
-from nemo_geomask.tools.rehearse.launch_environment import has_automodel, launch_environment, supports_fp8_cache
-from nemo_geomask.tools.rehearse.plan import RECORDS, Plan, plan
+from nemo_geomask.tools.rehearse.plan import Plan
 from nemo_geomask.tools.rehearse.refusals import errors_of
-from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult, outcome_of
-from nemo_geomask.tools.rehearse.supervision import supervised
-from nemo_geomask.tools.rehearse.tiny_models import write_prompts
+from nemo_geomask.tools.rehearse.rehearsed_run import (
+    COMMAND,
+    PROMPTS,
+    RunSettings,
+    driver_command,
+    make_plan,
+    run_plan,
+)
+from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult
 
 # Rule of `check`: after a resume, DTensor v2's reference policy is the checkpoint's and not the original model's.
 _RESET_REFERENCE = "GM209"
 # Rule of `check`: a mask that is expected to keep hardly anything.
 _EMPTY_MASK = "GM402"
-# Module of the driver's process. It is not imported here, because its own imports take seconds.
-_DRIVER = "nemo_geomask.tools.rehearse.driver"
-# Files by which the folder of an earlier rehearsal is recognised.
-_PROMPTS, _COMMAND = "prompts.jsonl", "command.txt"
 
 
 @dataclass(frozen=True)
@@ -170,34 +163,34 @@ def rehearse(
     )
     if errors_of(report, own_environment=own_environment):
         return result
-    settings = _RunSettings(
+    settings = RunSettings(
         *(checkout, steps, ranks, own_environment, gpus, timeout, resume is not None, validate, control),
         tuple(accept),
         tuple(finding.message for finding in report.findings if finding.rule.id == _EMPTY_MASK),
         progress,
     )
-    planned = _make_plan(facts, folder, settings)
+    planned = make_plan(facts, folder, settings)
     command = driver_command(checkout / planned.script, facts.recipe.path, (*overrides, *planned.overrides))
     result = replace(result, plan=planned, command=tuple(command))
     if dry_run:
         return replace(result, seconds=time.monotonic() - began)
     if folder.exists():
         shutil.rmtree(folder)
-    outcome = _run(facts, planned, tuple(overrides), folder, settings)
+    outcome = run_plan(facts, planned, tuple(overrides), folder, settings)
     result = replace(result, outcome=outcome)
     if control and (ours_only := settings_of_ours_alone(facts, score_function=has_kl_score_function(checkout))):
         result = replace(result, ours_only=ours_only)
     elif control and outcome.failure is None:
         control_args = (*overrides, *control_overrides(facts))
         control_facts = RecipeFacts.from_recipe(read_recipe(recipe, control_args, leave=leave))
-        control_plan = _make_plan(control_facts, folder / "control", settings)
-        control_outcome = _run(control_facts, control_plan, control_args, folder / "control", settings)
+        control_plan = make_plan(control_facts, folder / "control", settings)
+        control_outcome = run_plan(control_facts, control_plan, control_args, folder / "control", settings)
         result = replace(result, control=control_outcome)
     if resume is not None and outcome.failure is None:
         saved = folder / "checkpoints" / f"step_{steps - 1}"
         if saved.is_dir():
-            resumed_plan = _make_plan(resumed_facts, folder / "resumed", settings)
-            resumed = _run(resumed_facts, resumed_plan, resumed_args, folder / "resumed", settings, saved)
+            resumed_plan = make_plan(resumed_facts, folder / "resumed", settings)
+            resumed = run_plan(resumed_facts, resumed_plan, resumed_args, folder / "resumed", settings, saved)
         else:
             missing = f"{saved} is not there: checkpointing: saved or kept no checkpoint of step {steps - 1}"
             resumed = RunResult((), RunFailure("checkpoint", missing, missing), {})
@@ -205,30 +198,12 @@ def rehearse(
     return replace(result, seconds=time.monotonic() - began)
 
 
-@dataclass(frozen=True)
-class _RunSettings:
-    """Settings that all runs of a rehearsal share."""
-
-    checkout: Path
-    steps: int
-    ranks: int
-    own_environment: bool
-    gpus: bool
-    timeout: float
-    resume: bool
-    validate: bool
-    control: bool
-    accept: tuple[str, ...]
-    forecasts: tuple[str, ...]  # as in RunEvidence
-    progress: Callable[[Sequence[dict[str, object]]], None]
-
-
 def _check_output_folder(folder: Path) -> None:
     try:
         contents = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     except OSError as error:
         raise ConfigError(f"--out: {folder} can't be used: {error.strerror or error}") from None
-    if contents and not all((folder / name).is_file() for name in (_PROMPTS, _COMMAND)):
+    if contents and not all((folder / name).is_file() for name in (PROMPTS, COMMAND)):
         raise ConfigError(
             f"--out: {folder} is not empty (it holds {contents[0]}) and has no rehearsal to replace; choose "
             "another folder"
@@ -236,145 +211,6 @@ def _check_output_folder(folder: Path) -> None:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         raise ConfigError(f"--out: {existing} can't be written to; choose another folder")
-
-
-def _make_plan(facts: RecipeFacts, folder: Path, settings: _RunSettings) -> Plan:
-    planned = plan(
-        facts,
-        folder=folder,
-        steps=settings.steps,
-        ranks=settings.ranks,
-        own_environment=settings.own_environment,
-        gpus=settings.gpus,
-        has_automodel=has_automodel(settings.checkout),
-        has_fp8_cache=supports_fp8_cache(),
-        resume=settings.resume,
-        validate=settings.validate,
-        record=has_arrow(),
-        control=settings.control,
-    )
-    if not (settings.checkout / planned.script).is_file():
-        raise ConfigError(
-            f"the NeMo-RL in {settings.checkout} has no {planned.script}, which this recipe's algorithm needs"
-        )
-    return planned
-
-
-def driver_command(script: Path, recipe: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the command of the driver."""
-    return [sys.executable, "-m", _DRIVER, str(script), "--config", str(recipe.resolve()), *overrides]
-
-
-def _run(
-    facts: RecipeFacts,
-    planned: Plan,
-    overrides: tuple[str, ...],
-    folder: Path,
-    settings: _RunSettings,
-    saved: Path | None = None,
-) -> RunResult:
-    folder.mkdir(parents=True)
-    write_prompts(folder / _PROMPTS)
-    resumed_steps = 0
-    if saved is not None:
-        shutil.copytree(saved, folder / "checkpoints" / saved.name)
-        resumed_steps = settings.steps - 1
-    script = settings.checkout / planned.script
-    command = driver_command(script, facts.recipe.path, (*overrides, *planned.overrides))
-    (folder / _COMMAND).write_text("\n".join(command), encoding="utf-8")
-    events = folder / "events.jsonl"
-    started = time.time()
-    killed_before = _kernel_kills()
-    environment_of_driver = launch_environment(
-        *(folder, settings.checkout, planned),
-        gpus=settings.gpus,
-        own_environment=settings.own_environment,
-        first_seed=resumed_steps if settings.resume else None,
-    )
-    with environment_of_driver as environment:
-        status = supervised(
-            command,
-            log=folder / "log.txt",
-            timeout=settings.timeout,
-            environment={**environment, **accepted_apis.as_variables(settings.accept)},
-            folder=settings.checkout,
-            every_tick=lambda: settings.progress(list(read_events(events))),
-        )
-    log = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
-    outcome = outcome_of(
-        read_events(events),
-        status=status,
-        steps=settings.steps - resumed_steps,
-        started=started,
-        ended=time.time(),
-        expected_stages=frozenset(STAGES) - _absent_stages(facts, settings),
-        log=log,
-        settings=dict(_flatten(facts.recipe.data)),
-        killed_by_kernel=_kernel_kills() - killed_before,
-    )
-    steps = range(resumed_steps + 1, settings.steps + 1)
-    return _judge(outcome, facts, planned, folder, steps, log, settings)
-
-
-def _judge(
-    outcome: RunResult,
-    facts: RecipeFacts,
-    planned: Plan,
-    folder: Path,
-    steps: Sequence[int],
-    log: str,
-    settings: _RunSettings,
-) -> RunResult:
-    """Return the outcome with the diagnosis of its records and the conditions that it does not meet."""
-    changed = {change.key: change.value for change in planned.changes}
-
-    def value_of(key: str) -> Any:
-        return changed.get(key, facts.get(key))
-
-    records = folder / RECORDS if any(key.startswith("loss_fn.record") for key in changed) else None
-    # Steps of NeMo-RL's own loss have no records; NeMo-RL logs their log-probs.
-    log_file = next((folder / "logs").glob("**/train_data_step*.jsonl"), None)
-    source = records or (log_file.parent if log_file is not None else None)
-    rows = int(value_of("policy.train_global_batch_size"))
-    evidence = RunEvidence(
-        events=list(read_events(folder / "events.jsonl")),
-        metrics=outcome.metrics,
-        steps=steps,
-        loss_name=None if facts.trains_nemo_rl_loss else facts.config.name,
-        records=records,
-        updates=max(1, planned.rollouts // rows),
-        log=log,
-        is_validated=settings.validate,
-        forecasts=settings.forecasts,
-    )
-    samples: Samples = {}
-    if source is not None and has_arrow():
-        trainer, sampler = str(value_of("policy.precision")), str(value_of("policy.generation.vllm_cfg.precision"))
-        experts, temperature = bool(has_experts(str(folder / "model"))), facts.temperature
-        limits = healthy_limits(
-            trainer, sampler, experts=experts, temperature=temperature, fp8_cache=planned.keeps_fp8_cache
-        )
-        evidence = with_records(
-            *(evidence, source),
-            limits=limits,
-            update_limits=update_limits(trainer, experts=experts, temperature=temperature),
-            config=facts.config,
-            rows=rows,
-            is_filtered=facts.filter_key is not None,
-        )
-        samples = read_samples(source)
-    unmet = unmet_conditions(evidence) if outcome.metrics else ()
-    verdicts = {"mismatch": evidence.mismatch, "update": evidence.update, "replayed": len(evidence.replayed)}
-    return outcome.judged(unmet, **verdicts, samples=samples)
-
-
-def _kernel_kills() -> int:
-    """Return the number of processes on this machine that the kernel has killed for want of memory."""
-    try:
-        lines = Path("/proc/vmstat").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def nemo_rl_checkout() -> Path:
@@ -394,20 +230,3 @@ def nemo_rl_checkout() -> Path:
             f"{ROOT_VARIABLE} is {root}, which has no examples/run_grpo.py; give the path of its checkout"
         )
     return root.resolve()
-
-
-def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in section.items():
-        yield f"{prefix}{name}", value
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-
-
-def _absent_stages(facts: RecipeFacts, settings: _RunSettings) -> frozenset[str]:
-    """Return the stages that the rehearsal of the recipe does not have."""
-    without = set() if settings.validate else {"val"}
-    if not facts.config.needs_prestep_pass or facts.trains_nemo_rl_loss:
-        without.add("veto")
-    if not facts.is_true("checkpointing.enabled"):
-        without.add("checkpoint")
-    return frozenset(without)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 from nemo_geomask.tools.rehearse.control_run import Comparison
@@ -13,15 +10,10 @@ from nemo_geomask.tools.rehearse.json_format import RehearsalJson
 from nemo_geomask.tools.rehearse.mismatch_check import Mismatch
 from nemo_geomask.tools.rehearse.plan import Plan
 from nemo_geomask.tools.rehearse.rehearsal import Rehearsal
-from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult, Stage
+from nemo_geomask.tools.rehearse.run_outcome import RunResult, Stage
+from nemo_geomask.tools.rehearse.run_report import absent_requirements, row, run_lines, sentence, verdict_lines
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, replace_nonfinite
 from nemo_geomask.tools.shared.terminal_tables import count_with_noun
-
-SHOWN = (
-    *("loss", "grad_norm", "reward", "gen_kl_error", "token_mult_prob_error", "probs_ratio"),
-    *("geomask/mismatch_k3", "geomask/kept_tokens", "geomask/weight_mean"),
-)
-"""Metrics in the text report; the JSON report has all metrics."""
 
 
 def as_text(rehearsal: Rehearsal) -> list[str]:
@@ -32,7 +24,7 @@ def as_text(rehearsal: Rehearsal) -> list[str]:
     counts = ", ".join(
         count_with_noun(severities.count(severity), severity) for severity in ("error", "warning", "note")
     )
-    lines.append(_row("check", "ran" if rehearsal.plan else "failed", "", counts))
+    lines.append(row("check", "ran" if rehearsal.plan else "failed", "", counts))
     if rehearsal.plan is not None and rehearsal.outcome is None:
         return [*lines, "", *_plan(rehearsal, rehearsal.plan)]
     has_run = rehearsal.outcome is not None and rehearsal.plan is not None
@@ -55,34 +47,6 @@ def as_text(rehearsal: Rehearsal) -> list[str]:
     return [*lines, "", f"{verdict} in {rehearsal.seconds:.0f} s; command, log and metrics are in {rehearsal.folder}"]
 
 
-def run_lines(outcome: RunResult, folder: Path) -> Iterator[str]:
-    """Yield the lines on one run: its stages, its failure, the loss that trained and its metrics."""
-    yield from (_stage(stage) for stage in outcome.stages)
-    if outcome.failure is not None:
-        yield from ("", *_failure(outcome.failure, folder))
-    for unmet in outcome.unmet:
-        if unmet is not outcome.failure:
-            yield from ("", *_sentence("also", unmet))
-    yield from ("", *_loss_calls(outcome))
-    yield from ("", *_metrics(outcome))
-
-
-def _row(name: str, state: str, seconds: str, details: str) -> str:
-    return f"  {name:<11} {state:<18} {seconds:>9}  {details}".rstrip()
-
-
-def _stage(stage: Stage) -> str:
-    seconds = f"{stage.seconds:.1f} s" if stage.times else ""
-    details = ", ".join(stage.labels)
-    if stage.times > 1 and stage.first is not None:
-        details += f" ({stage.times} times, the first {stage.first:.1f} s)"
-    return _row(stage.name, stage.state, seconds, details)
-
-
-_REQUIREMENTS = ("ray", "vllm", "transformers")
-"""Packages without which no rehearsal runs."""
-
-
 def _size(plan: Plan) -> Iterator[str]:
     """Yield the layout and the model of a rehearsal, beside those of the recipe."""
     full = "" if plan.layout == plan.full_layout else f" (the recipe has {plan.full_layout})"
@@ -92,7 +56,7 @@ def _size(plan: Plan) -> Iterator[str]:
 
 def _plan(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
     """Yield the plan of a rehearsal that was not run."""
-    yield from _absent_requirements()
+    yield from absent_requirements()
     yield f"would run {plan.script} for {plan.steps} steps, with"
     yield from (f"  {line}" for line in _size(plan))
     yield f"  {_small_changes(plan)}"
@@ -106,83 +70,6 @@ def _plan(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
 def _small_changes(plan: Plan) -> str:
     count = sum(not change.why for change in plan.changes)
     return f"{count_with_noun(count, 'other setting')} of sizes, folders and prompts"
-
-
-def _absent_requirements() -> Iterator[str]:
-    if absent := [name for name in _REQUIREMENTS if importlib.util.find_spec(name) is None]:
-        yield f"missing in this Python ({sys.executable}): {', '.join(absent)}; use the Python of NeMo-RL's environment"
-
-
-def _failure(failure: RunFailure, folder: Path) -> Iterator[str]:
-    yield from _sentence(f"failed in {failure.stage}", failure)
-    yield from _absent_requirements()
-    if failure.text != failure.error:
-        yield ""
-        yield from (f"  | {line}" for line in failure.text.rstrip().splitlines())
-    yield f"  the whole output is in {folder / 'log.txt'}"
-
-
-def _sentence(heading: str, failure: RunFailure) -> Iterator[str]:
-    yield f"{heading}: {failure.error}"
-    if failure.setting is not None:
-        yield f"  likely: {failure.setting}" + (f": {failure.fix}" if failure.fix else "")
-
-
-def verdict_lines(outcome: RunResult) -> Iterator[str]:
-    """Yield the comparison of weights after refits, and the diagnosis of the records."""
-    compared = [event for event in outcome.weights if "differences" in event]
-    if compared:
-        equal = sum(not event["differences"] for event in compared)
-        engines = max(int(event["engines"]) for event in compared)
-        yield (
-            f"weights: trainer and {'engine' if engines == 1 else f'{engines} engines'} agree after {equal} of "
-            f"{len(compared)} refits, by the sums of {max(int(event['groups']) for event in compared)} groups"
-        )
-        if quantised := compared[-1].get("quantised"):
-            dtypes = ", ".join(sorted(set(quantised.values())))
-            names = ", ".join(list(quantised)[:3]) + (f" and {len(quantised) - 3} more" if len(quantised) > 3 else "")
-            yield f"  quantised in the engine only, and not compared: {names} ({dtypes})"
-    else:
-        reason = next((str(event["error"]) for event in outcome.weights if "error" in event), "no refit was observed")
-        yield f"weights: not compared between trainer and engine: {reason}"
-    if outcome.mismatch is None:
-        yield "diagnosis: none, since no log-probs were recorded or logged, or pyarrow is missing"
-    else:
-        yield f"diagnosis: {outcome.mismatch.sentence}"
-    if outcome.update is not None:
-        yield f"curr at first updates, against prev: {outcome.update.sentence}"
-        yield f"loss: recomputed from the record for {outcome.replayed} of {len(outcome.metrics)} steps"
-
-
-def _loss_calls(outcome: RunResult) -> Iterator[str]:
-    if not outcome.workers:
-        yield "no worker reported which loss it called"
-    elif not outcome.loss:
-        yield "no loss was called in the workers"
-    for name, count in outcome.loss.items():
-        yield f"the loss that trained, by the workers: {name}, called {count} times"
-    packed = [count for worker in outcome.workers for count in worker.get("packed", ())]
-    if packed:
-        yield f"packed rows: {sum(packed) / len(packed):.1f} sequences a row ({min(packed)} to {max(packed)})"
-    costs = [worker["cost"] for worker in outcome.workers if worker.get("cost")]
-    if costs:
-        peak = max(cost["peak"] for cost in costs)
-        memory = f", and up to {peak / 2**30:.2g} GiB" if peak else ""
-        yield f"its forward passes took {max(cost['seconds'] for cost in costs):.2g} s of a worker{memory}"
-    for worker in outcome.workers:
-        yield f"  process {worker['pid']} on {worker['host']}, {worker['python']}, nemo_geomask of {worker['file']}"
-
-
-def _metrics(outcome: RunResult) -> Iterator[str]:
-    if not outcome.metrics:
-        yield "no step was logged"
-        return
-    steps = sorted(outcome.metrics)
-    yield f"  {'':<24}" + "".join(f"{f'step {step}':>14}" for step in steps)
-    for name in SHOWN:
-        if any(name in outcome.metrics[step] for step in steps):
-            cells = (outcome.metrics[step].get(name) for step in steps)
-            yield f"  {name:<24}" + "".join(f"{'' if value is None else f'{value:.6g}':>14}" for value in cells)
 
 
 def _control(rehearsal: Rehearsal) -> Iterator[str]:
@@ -217,7 +104,7 @@ def _resumed(rehearsal: Rehearsal) -> Iterator[str]:
     yield ""
     under = f" under {' '.join(rehearsal.resume_changes)}" if rehearsal.resume_changes else ""
     if failure is not None:
-        yield from _sentence(f"resuming from the checkpoint{under} failed in {failure.stage}", failure)
+        yield from sentence(f"resuming from the checkpoint{under} failed in {failure.stage}", failure)
         if rehearsal.resumed.stages:
             yield f"  the whole output is in {rehearsal.folder / 'resumed' / 'log.txt'}"
     else:

@@ -1,14 +1,15 @@
-"""Outcome of one run, read from its events: stages, failure, calls of losses, and metrics."""
+"""Outcome of one run, read from its events: stages, failure, calls of losses, and metrics; and what it is judged by."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from nemo_geomask.tools.rehearse.control_run import Comparison, Samples, compare
-from nemo_geomask.tools.rehearse.error_causes import MEMORY, likely_cause
+from nemo_geomask.tools.rehearse.error_causes import MEMORY, likely_cause, plugin_module
 from nemo_geomask.tools.rehearse.event_log import STAGES
 from nemo_geomask.tools.rehearse.mismatch_check import Mismatch
 
@@ -268,3 +269,43 @@ def innermost_error(text: str, otherwise: str) -> str:
         if colon and is_error and not line.startswith((" ", "ray.")):
             return line.strip()
     return otherwise.splitlines()[0]
+
+
+@dataclass(frozen=True)
+class RunEvidence:
+    """Data of a finished run, by which it is judged."""
+
+    events: Sequence[Mapping[str, Any]]  # its events, in order
+    metrics: Mapping[int, Mapping[str, float]]  # metrics by training step
+    steps: Sequence[int]  # numbers of the steps that were to be trained
+    loss_name: str | None  # ``loss_fn.name``; None if NeMo-RL's own loss was asked for
+    records: Path | None = None  # folder of its records; None if it was not to be recorded
+    mismatch: Mismatch | None = None  # diagnosis of the records; None without records
+    update: Mismatch | None = None  # verdict on π_θ at the first updates, against π_old; None without records
+    updates: int = 1  # number of optimiser steps that a rollout batch has
+    precisions: tuple[str, str] = ("bfloat16", "bfloat16")  # of trainer and engine, as the recipe asks for
+    # by step, the loss of the recorded batch and the sum of its terms' absolute values; empty without records
+    replayed: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    forecasts: Sequence[str] = ()  # what `check` expects of masks that keep hardly anything
+    log: str = ""  # the driver's output
+    is_validated: bool = False  # True if NeMo-RL was to validate
+
+    @property
+    def worker_counts(self) -> list[Mapping[str, Any]]:
+        """The workers' counts, before the first step and after each."""
+        return [event for event in self.events if event["kind"] == "worker_counts"]
+
+    @property
+    def weight_precision(self) -> Mapping[str, Any]:
+        """What trainer and engine had quantised at the last refit, see :mod:`~.weight_sums`; empty if unknown."""
+        return next((event["precision"] for event in reversed(self.events) if "precision" in event), {})
+
+    @property
+    def is_plugin(self) -> bool:
+        """True if the loss is not one of this package's own."""
+        return self.loss_name is not None and plugin_module(self.loss_name) != ""
+
+
+def unmet(stage: str, message: str, setting: str | None = None, fix: str | None = None) -> RunFailure:
+    """Return an unmet condition: the stage, what happened, the likely setting and what to change."""
+    return RunFailure(stage, message, message, setting, fix)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
-from nemo_geomask.tools.rehearse.gate import RunEvidence, unmet_conditions
+from nemo_geomask.tools.rehearse.gate import unmet_conditions
 from nemo_geomask.tools.rehearse.healthy_limits import healthy_limits
 from nemo_geomask.tools.rehearse.mismatch_check import NONFINITE, Mismatch
+from nemo_geomask.tools.rehearse.run_outcome import RunEvidence
 from tests.tools.rehearse.made_records import OURS, proof, refit, write_record
 
 LIMITS = healthy_limits("bfloat16", "bfloat16", experts=False)
@@ -154,15 +154,72 @@ def test_an_engine_that_keeps_old_weights():
 
 
 def test_a_cache_from_before_a_refit():
-    """Only limits for real models tell a mismatch that grew: a tiny one's varies by more."""
-    grown = {1: {"gen_kl_error": 1e-3}, 2: {"gen_kl_error": 0.02}}
-    real = Mismatch(replace(LIMITS, k3=3e-3))
-    (found,) = unmet(metrics=grown, mismatch=real)
-    assert found.error.startswith("the mismatch of step 2, 0.02, is 20 times that of step 1, though the engine holds")
-    assert errors(metrics=grown, mismatch=Mismatch(LIMITS)) == []
-    assert errors(metrics={1: {"gen_kl_error": 0.01}, 2: {"gen_kl_error": 0.02}}, mismatch=real) == []
+    grown = Mismatch(LIMITS, noise_by_step={1: 0.02, 2: 0.07})
+    (found,) = unmet(mismatch=grown)
+    assert found.error.startswith("the noise of step 2, 0.07, is 4 times that of step 1, though the engine holds")
+    assert errors(mismatch=Mismatch(LIMITS, noise_by_step={1: 0.02, 2: 0.03})) == []
+    assert errors(mismatch=Mismatch(LIMITS, noise_by_step={1: 1e-6, 2: 1e-4})) == []
     stale = [refit(1), refit(2, "layers.0"), *map(proof, range(4))]
-    assert not any("still uses" in error for error in errors(metrics=grown, mismatch=real, events=stale))
+    assert not any("still uses" in error for error in errors(mismatch=grown, events=stale))
+
+
+def with_precision(*groups, trainer=None, engine=None):
+    nothing = {"quantised": {}, "rounded": {}, "routers": {}}
+    precision = {"trainer": nothing | (trainer or {}), "engine": nothing | (engine or {})}
+    return [refit(1, *groups) | {"precision": precision}, refit(2), refit(3), *map(proof, range(4))]
+
+
+@pytest.mark.parametrize(
+    ("groups", "sides", "reason"),
+    [
+        (
+            ["layers.1.mlp.gate"],
+            {"engine": {"rounded": {"layers.1.mlp.gate": "8 bits"}}},
+            "gate: rounded to 8 bits in the engine alone)",
+        ),
+        (
+            ["layers.1"],
+            {"trainer": {"rounded": {"layers.1.mlp.up": "4 bits"}}},
+            "4 bits in the trainer alone, layers.1.mlp.up)",
+        ),
+        (
+            [],
+            {"engine": {"quantised": {"layers.0.mlp": "float8_e4m3fn"}}},
+            "the engine has quantised layers.0.mlp (float8_e4m3fn)",
+        ),
+        (
+            [],
+            {"trainer": {"quantised": {"layers.0": "fp8"}}},
+            "the trainer has quantised layers.0 (fp8), and the recipe says",
+        ),
+        (
+            [],
+            {
+                "engine": {
+                    "routers": {
+                        "layers.0.mlp.gate": "bfloat16",
+                        "layers.1.mlp.gate": "bfloat16",
+                        "layers.2.mlp.gate": "float16",
+                    }
+                }
+            },
+            "the engine has the routers layers.2.mlp.gate in another precision, float16",
+        ),
+    ],
+)
+def test_what_one_side_alone_has_in_another_precision(groups, sides, reason):
+    (found,) = errors(events=with_precision(*groups, **sides))
+    assert reason in found
+
+
+def test_what_is_asked_for_is_noted_and_a_larger_mismatch_names_it():
+    sides = {"engine": {"quantised": {"layers.0.mlp": "float8_e4m3fn"}, "routers": {"layers.0.mlp.gate": "bfloat16"}}}
+    events = with_precision(trainer={"routers": {"layers.0.mlp.router": "float64"}}, **sides)
+    asked = {"events": events, "precisions": ("bfloat16", "fp8")}
+    assert errors(**asked) == []
+    (found,) = unmet(**asked, mismatch=Mismatch(LIMITS, cause="a larger mismatch", fix="b"))
+    assert "quantised in the engine only: layers.0.mlp (float8_e4m3fn)" in found.fix
+    assert "routers compute in float64 in the trainer and in bfloat16 in the engine" in found.fix
 
 
 def test_a_refit_that_is_left_out():

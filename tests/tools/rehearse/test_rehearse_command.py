@@ -11,6 +11,7 @@ import pytest
 
 from nemo_geomask.cli import main
 from nemo_geomask.tools.rehearse import rehearsal as rehearsing
+from nemo_geomask.tools.rehearse import rehearsed_run
 from nemo_geomask.tools.rehearse.event_log import Events
 from tests.tools.rehearse.made_records import write_record
 
@@ -86,7 +87,7 @@ def runs(checkout, made, monkeypatch):
         seen.append((command, environment, timeout, sorted(Path(environment["PYTHONPATH"].split(":")[0]).iterdir())))
         return 0
 
-    monkeypatch.setattr(rehearsing, "supervised", supervised)
+    monkeypatch.setattr(rehearsed_run, "supervised", supervised)
     return seen
 
 
@@ -360,7 +361,7 @@ def test_ctrl_c_says_where_it_was(runs, monkeypatch, capsys):
         every_tick()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rehearsing, "supervised", interrupted)
+    monkeypatch.setattr(rehearsed_run, "supervised", interrupted)
     assert main(["rehearse", "recipe.yaml"]) == 130
     error = capsys.readouterr().err
     assert "interrupted by Ctrl-C in sampling (generation); nothing is judged." in error

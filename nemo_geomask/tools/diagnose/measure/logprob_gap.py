@@ -35,6 +35,7 @@ class LogprobGap(NamedTuple):
     far: float = 0.0  # share of tokens where it exceeds a limit; a token that is routed to other experts may
     ratio: float = 1.0  # mean of exp(Δ)
     k3: float = 0.0  # mean of exp(Δ) − 1 − Δ, nats a token
+    k3_error: float = 0.0  # its standard error, as of independent tokens
     above: float = 0.0  # share of tokens with Δ > 0 beyond healthy noise
     below: float = 0.0  # share of tokens with Δ < 0 beyond healthy noise
     tilt: float = 0.0  # correlation of Δ with the second log-prob over tokens, as another temperature makes one
@@ -74,12 +75,14 @@ def measure_gap(first: Array, second: Array, *, noise: float, far_noise: float) 
     sizes = logit_noise(delta, first)
     is_large = sizes > noise
     spread = float(np.std(delta) * np.std(second))
+    values = k3(delta)
     return LogprobGap(
         tokens=len(delta),
         noise=float(np.median(sizes)),
         far=float((sizes > far_noise).mean()),
         ratio=float(np.exp(np.clip(delta, -MAX_LOG_RATIO, MAX_LOG_RATIO)).mean()),
-        k3=float(k3(delta).mean()),
+        k3=float(values.mean()),
+        k3_error=float(values.std()) / len(values) ** 0.5,
         above=float((is_large & (delta > 0)).mean()),
         below=float((is_large & (delta < 0)).mean()),
         tilt=float(np.mean((delta - delta.mean()) * (second - second.mean()))) / spread if spread else 0.0,
