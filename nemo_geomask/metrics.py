@@ -223,7 +223,9 @@ def summarize_step(metrics: Mapping[str, float]) -> dict[str, float]:
 
     The bins of a histogram are replaced by its quantiles (``geomask/mismatch_q50``, ``…_q99``, ``…_q999``), which are
     exact up to the width of a bin, a factor of √2. The mean and the mean square of the weight w give its effective
-    sample size as a fraction of the n tokens or sequences, ``geomask/weight_ess`` = (Σw)² / (n·Σw²).
+    sample size as a fraction of the n tokens or sequences, ``geomask/weight_ess`` = (Σw)² / (n·Σw²). Its square root,
+    of the weights before truncation, is ``geomask/lr_factor``, by which VCPO (arXiv:2602.17616) multiplies the step's
+    learning rate.
 
     Args:
         metrics: a complete step's metrics, added up over its microbatches and ranks, except minima and maxima.
@@ -248,7 +250,23 @@ def summarize_step(metrics: Mapping[str, float]) -> dict[str, float]:
     live = metrics.get(f"{GEOMASK_PREFIX}weight_live", 1.0)
     if mean is not None and square and live:
         summary[f"{GEOMASK_PREFIX}weight_ess"] = mean * mean / (square * live)
+        raw_mean, raw_square = (metrics.get(f"{GEOMASK_PREFIX}weight_raw_{name}", 0.0) for name in ("mean", "sq"))
+        if raw_square:
+            summary[f"{GEOMASK_PREFIX}lr_factor"] = min(1.0, raw_mean / math.sqrt(raw_square * live))
     return summary
+
+
+def kept_factor(step_metrics: Mapping[str, float]) -> float:
+    """Return G/K, by which ``denominator: kept_in_loss`` has a step's gradient multiplied before clip and optimiser.
+
+    Args:
+        step_metrics: a complete step's metrics, added up over its microbatches and data-parallel ranks.
+
+    Returns: trained tokens by tokens that the masks keep; 1 if they keep none, as the gradient is then 0.
+    Source: NeMo-RL PR 4171.
+    """
+    kept = step_metrics[f"{GEOMASK_PREFIX}kept_tokens"]
+    return 1.0 / kept if kept > 0 else 1.0
 
 
 def _quantile(fractions: Sequence[float], probability: float) -> float:

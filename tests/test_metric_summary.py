@@ -69,5 +69,7 @@ def test_the_effective_sample_size_is_that_of_the_weights():
     live = {"geomask/weight_live": len(weights) / count}
     assert summarize_step({**moments, **live})["geomask/weight_ess"] == pytest.approx(expected)
     assert summarize_step(moments)["geomask/weight_ess"] == pytest.approx(expected * len(weights) / count)
+    raw = {"geomask/weight_raw_mean": mean, "geomask/weight_raw_sq": square}
+    assert summarize_step({**moments, **live, **raw})["geomask/lr_factor"] == pytest.approx(expected**0.5)
     for missing in ({}, {"geomask/weight_mean": 1.0}, {**moments, "geomask/weight_sq": 0.0}):
         assert "geomask/weight_ess" not in summarize_step(missing)

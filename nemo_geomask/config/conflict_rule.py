@@ -42,6 +42,11 @@ def both_on(first: str, second: str) -> Condition:
     return lambda s: bool(getattr(s, first)) and bool(getattr(s, second))
 
 
+def beside(key: str, value: str, condition: Callable[[LossSettings], Any]) -> Condition:
+    """Return a condition: the setting ``key`` has the value, and the given condition is met."""
+    return lambda s: getattr(s, key) == value and bool(condition(s))
+
+
 def shapes_weight_while(key: str, applies: Condition) -> Condition:
     """Return a condition: ``key`` changes the weight, which other settings leave out or set to 1."""
     if key == "truncated_importance_sampling_type":

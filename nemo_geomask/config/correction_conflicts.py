@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-from nemo_geomask.config.conflict_rule import Condition, ConflictRule, shapes_weight_while
+from nemo_geomask.config.conflict_rule import Condition, ConflictRule, beside, shapes_weight_while
 
 _TYPE = "truncated_importance_sampling_type"
 _HIGH = "truncated_importance_sampling_ratio"
@@ -23,7 +23,7 @@ _AUDIT = "audit_fraction: {audit_fraction} has prev_logprobs computed for a samp
 ANCHOR = (
     ConflictRule(
         ("audit_fraction", "ratio_anchor"),
-        lambda s: s.audit_fraction > 0 and s.knows_prev and not s.force_on_policy_ratio,
+        lambda s: s.audit_fraction > 0 and s.needs_prev,
         f"{_AUDIT} this configuration has them computed for all sequences anyway; {{fix}}",
         {"audit_fraction": 0.0},
     ),
@@ -62,6 +62,19 @@ ANCHOR = (
             fix,
         )
         for key, fix in _NO_WEIGHT.items()
+    ),
+    *(
+        ConflictRule(
+            ("proximal_policy", key),
+            beside("proximal_policy", "interpolated", applies),
+            f"proximal_policy: interpolated replaces prev_logprobs, but {key}: {{{key}}} {effect}; {{fix}}",
+            {"proximal_policy": "recomputed"},
+        )
+        for key, applies, effect in (
+            ("ratio_anchor", lambda s: s.ratio_anchor == "gen", "takes the ratio against the generation engine"),
+            ("force_on_policy_ratio", lambda s: s.force_on_policy_ratio, "takes π_old to be the current policy"),
+            ("use_kl_in_reward", lambda s: s.use_kl_in_reward, "reads prev_logprobs"),
+        )
     ),
     ConflictRule(
         ("ratio_anchor", "name"),

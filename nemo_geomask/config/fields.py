@@ -30,6 +30,11 @@ PULL_REQUEST_KEYS = {
     "sapo_tau_neg": ("2464", "options: {tau_neg: …}"),
     "metrics_level": ("3751", "metrics: full, or for minimal metrics: nemo_rl"),
     "enable_torch_compile": ("3751", "compile"),
+    "seq_logprob_error_in_loss": (
+        "4171",
+        "the threshold as max of a mask, {log_ratio: total, level: sequence_mean, statistic: ratio_abs, max: 2}, and "
+        "in a loop of your own denominator: kept_in_loss",
+    ),
 }
 """Settings that open NeMo-RL pull requests add: by key, the number of the request and what to write here instead."""
 
@@ -125,6 +130,15 @@ class LossFields(StrictModel):
         "kept`, `use_kl_in_reward` or a mask on `mismatch` or `policy` reads them.",
         formula="prev: r = π_θ/π_old; gen: r = π_θ/μ",
         source="verl `bypass_mode`; DPPO arXiv:2602.04879",
+    )
+
+    proximal_policy: Literal["recomputed", "interpolated"] = _field(
+        "recomputed",
+        "π_old. `recomputed`: `prev_logprobs`. `interpolated`: between the policy that sampled the token and the "
+        "current one, by the token's lag; no forward pass computes `prev_logprobs`. It reads `token_weight_versions` "
+        "[B, T] and `training_weight_version` [B]; docs/reference/nemo_rl.md says where NeMo-RL has them.",
+        formula="prev = gen + α·(curr − gen), without gradient; α = max(0, (v − 1 − v_t)/(v − v_t)), 0 for v_t ≥ v",
+        source="A-3PO, arXiv:2512.06547; AReaL `prox_logp_method: loglinear`",
     )
 
     audit_fraction: float = _field(
@@ -236,13 +250,15 @@ class LossFields(StrictModel):
         "docs/reference/masks.md.",
         source="this package",
     )
-    denominator: Literal["original", "kept"] = _field(
+    denominator: Literal["original", "kept", "kept_in_loss"] = _field(
         "original",
         "Tokens and sequences that the loss is a mean over. `original`: all trained ones. `kept`: those that the masks "
         "on the mismatch keep; these masks are then applied before the step, to the token and sample masks, so that "
-        "what they remove is also left out of counts, pooled ratios, KL and metrics.",
-        formula="original: N counts all trained tokens; kept: N counts those kept",
-        source="mlcommons/training issue 905",
+        "what they remove is also left out of counts, pooled ratios, KL and metrics. `kept_in_loss`: the tokens that "
+        "all masks keep, also those on `curr`. The loss knows their number K after the last microbatch, so a training "
+        "loop of your own multiplies the step's gradient by G/K, `nemo_geomask.metrics.kept_factor`.",
+        formula="original: N counts all trained tokens; kept: N counts those kept; kept_in_loss: ∇L · G/K",
+        source="mlcommons/training issue 905; kept_in_loss: NeMo-RL PR 4171",
     )
     max_token_lag: int | None = _field(
         None,

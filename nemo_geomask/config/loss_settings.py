@@ -81,6 +81,8 @@ class LossSettings(LossFields):
     @property
     def needs_prev(self) -> bool:
         """True if the loss reads ``prev_logprobs``."""
+        if self.proximal_policy == "interpolated":
+            return False
         if self.ratio_anchor == "prev" or self.force_on_policy_ratio:
             return not self.force_on_policy_ratio
         reads_prev = any(rule.log_ratio != "total" for rule in self.mask_rules) or self.kl_ratio_anchor == "prev"
@@ -88,13 +90,13 @@ class LossSettings(LossFields):
 
     @property
     def knows_prev(self) -> bool:
-        """True if π_old is known: from the batch, or as the current policy under ``force_on_policy_ratio``."""
-        return self.needs_prev or self.force_on_policy_ratio
+        """True if π_old is known: from the batch, interpolated, or as the current policy if the ratio is set to 1."""
+        return self.needs_prev or self.force_on_policy_ratio or self.proximal_policy == "interpolated"
 
     @property
     def skips_prev(self) -> bool:
         """True if ``prev_logprobs`` are computed for no sequence, or only for those of ``audit_fraction``."""
-        return not self.knows_prev and self.audit_fraction < 1
+        return not self.needs_prev and not self.force_on_policy_ratio and self.audit_fraction < 1
 
     @property
     def truncation(self) -> str | None:
@@ -114,7 +116,7 @@ class LossSettings(LossFields):
     @property
     def rules_before_step(self) -> tuple[MaskRule, ...]:
         """Masks applied before the step: under ``denominator: kept``, those that don't need the current policy."""
-        if self.denominator == "original":
+        if self.denominator != "kept":
             return ()
         return tuple(rule for rule in self.mask_rules if rule.log_ratio == "mismatch")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from nemo_geomask.config.conflict_rule import Condition, ConflictRule, both_on
+from operator import attrgetter
+
+from nemo_geomask.config.conflict_rule import Condition, ConflictRule, beside, both_on
 from nemo_geomask.config.loss_settings import PRESTEP_REASONS
 
 NORMALIZATION = (
@@ -71,6 +73,8 @@ POLICY_MASKS = (
     ),
 )
 
+_MEAN_OVER_TOKENS = {"loss_normalization": "tokens", "token_level_loss": True, "loss_normalization_constant": None}
+_NLL = "positive_example_nll_weight"
 _ALTERNATIVE = "or use_cispo: false with name: cispo, which takes any normalization"
 _CISPO_AGAINST = {
     "disable_ppo_ratio": "needs the ratio that disable_ppo_ratio: true removes",
@@ -93,7 +97,7 @@ CISPO = (
         lambda s: s.use_cispo and s.loss_normalization not in (None, "tokens"),
         f"use_cispo: true needs a token-level loss, but loss_normalization is {{loss_normalization}}; {{fix}}, "
         f"{_ALTERNATIVE}",
-        {"loss_normalization": "tokens", "token_level_loss": True, "loss_normalization_constant": None},
+        _MEAN_OVER_TOKENS,
     ),
     ConflictRule(
         ("use_cispo", "token_level_loss"),
@@ -150,9 +154,9 @@ KL_AND_NLL = (
 )
 
 
-def _needs_prestep_without_prev(key: str) -> Condition:
-    """Return a condition: ``key`` needs the pre-step pass, which reads ``prev_logprobs``, but they are not computed."""
-    return lambda s: s.force_on_policy_ratio and key in s.prestep_reasons
+def _needs_prestep_without_prev(key: str, switch: str) -> Condition:
+    """Return a condition: ``key`` needs the pre-step pass, but ``switch`` leaves out what it reads, prev_logprobs."""
+    return lambda s: getattr(s, switch) in (True, "interpolated") and key in s.prestep_reasons
 
 
 PRESTEP = (
@@ -165,11 +169,26 @@ PRESTEP = (
     ),
     *(
         ConflictRule(
-            (key, "force_on_policy_ratio"),
-            _needs_prestep_without_prev(key),
-            f"{reason} reads prev_logprobs before the step, which force_on_policy_ratio: true leaves out; unset one of "
-            "them",
+            ("denominator", key),
+            beside("denominator", "kept_in_loss", applies),
+            "denominator: kept_in_loss multiplies the gradient by G/K, the step's tokens by those that its masks keep, "
+            "which is right for a mean over tokens that all terms share; {fix}",
+            fix,
+        )
+        for key, applies, fix in (
+            ("masks", lambda s: not s.rules_in_loss, {"denominator": "original"}),
+            ("loss_normalization", lambda s: s.normalization != "tokens", _MEAN_OVER_TOKENS),
+            ("kl_tokens", lambda s: s.kl_coefficient and s.kl_tokens != "kept", {"kl_tokens": "kept"}),
+            (_NLL, attrgetter(_NLL), {_NLL: 0.0}),
+        )
+    ),
+    *(
+        ConflictRule(
+            (key, switch),
+            _needs_prestep_without_prev(key, switch),
+            f"{reason} reads prev_logprobs before the step, which {switch}: {{{switch}}} leaves out; unset one of them",
         )
         for key, reason in PRESTEP_REASONS.items()
+        for switch in ("force_on_policy_ratio", "proximal_policy")
     ),
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nemo_geomask.functional.budgets import *
+    from nemo_geomask.functional.centering import *
     from nemo_geomask.functional.entry import *
     from nemo_geomask.functional.kl import *
     from nemo_geomask.functional.ratios import *
@@ -28,6 +29,7 @@ __all__ = [
     "binary_statistic",
     "bound_by_mean",
     "bound_by_share",
+    "centered_score",
     "check_choice",
     "check_layout",
     "clamp_weight",
@@ -55,7 +57,7 @@ __all__ = [
     "unclipped",
 ]
 
-_MODULES = ("budgets", "entry", "kl", "ratios", "reductions", "surrogates")
+_MODULES = ("budgets", "centering", "entry", "kl", "ratios", "reductions", "surrogates")
 
 
 def __getattr__(name: str) -> Any:

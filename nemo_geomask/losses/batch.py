@@ -1,4 +1,4 @@
-"""A NeMo-RL microbatch as checked, clean token tensors.
+"""A NeMo-RL microbatch as clean token tensors.
 
 Positions that are not trained on may hold any value (NaN, ±inf, 1e6). :func:`read` replaces it by 0 with
 ``torch.where``, so that it never enters the arithmetic.
@@ -10,66 +10,20 @@ generation engine, ``ref`` log π_ref of the reference policy. Tensors in "token
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nemo_geomask.config import LossConfig
-from nemo_geomask.data_keys import (
-    CURR_LOGPROBS_KEEP_MASK,
-    CURR_LOGPROBS_UNFILTERED,
-    GENERATION_LOGPROBS,
-    PREV_LOGPROBS,
-    REFERENCE_POLICY_LOGPROBS,
-    TOKEN_MASK,
-)
-from nemo_geomask.errors import MissingDataError, ShapeError
-from nemo_geomask.functional.entry import check_dense
+from nemo_geomask import functional as F
+from nemo_geomask.losses.raw_batch import CHECKED, RawBatch
 from nemo_geomask.metrics import Metric
-from nemo_geomask.segments import PackedSegments, Segments
+from nemo_geomask.segments import Segments
 
-BATCH_KEYS = {
-    "advantages": "advantages",
-    "prev": PREV_LOGPROBS,
-    "gen": GENERATION_LOGPROBS,
-    "ref": REFERENCE_POLICY_LOGPROBS,
-    "unfiltered": CURR_LOGPROBS_UNFILTERED,
-    "keep_mask": CURR_LOGPROBS_KEEP_MASK,
-    "rewards": "rewards",
-    "metrics_ref": REFERENCE_POLICY_LOGPROBS,
-    "audited_prev": PREV_LOGPROBS,
-}
-"""NeMo-RL's batch key of each tensor that a loss may read in addition to the masks.
-
-``metrics_ref`` and ``audited_prev`` are optional reads of the same keys as ``ref`` and ``prev``, for metrics only.
-"""
-_OPTIONAL = ("unfiltered", "rewards", "metrics_ref", "audited_prev", "keep_mask")
 _UNSURE = -1e-3
 """Log-prob of the sampler below which a log-prob of exactly 0 of the trainer is that of a filtered token."""
-
-
-class RawBatch(NamedTuple):
-    """Tensors of a microbatch as the trainer passed them, with shapes and dtypes checked."""
-
-    curr: Tensor  # token layout, floating point, with gradient
-    token_mask: Tensor  # token layout
-    sample_mask: Tensor  # [S]
-    tensors: dict[str, Tensor]  # by the names of BATCH_KEYS; token layout, rewards [S]
-    batch_scalars: Tensor | None = None  # [k], numbers computed over the whole batch, see LossConfig.batch_scalars
-
-    @property
-    def differentiable_inputs(self) -> list[Tensor]:
-        """Tensors that the loss is differentiated by: ``curr``, and the unfiltered log-probs if the batch has them."""
-        return [self.curr, self.tensors["unfiltered"]] if "unfiltered" in self.tensors else [self.curr]
-
-    def with_differentiable_inputs(self, inputs: Sequence[Tensor]) -> RawBatch:
-        """Return a copy with ``inputs`` in place of :attr:`differentiable_inputs`."""
-        curr, *unfiltered = inputs
-        tensors = {**self.tensors, "unfiltered": unfiltered[0]} if unfiltered else self.tensors
-        return self._replace(curr=curr, tensors=tensors)
 
 
 class TokenBatch(NamedTuple):
@@ -78,7 +32,7 @@ class TokenBatch(NamedTuple):
     curr: Tensor  # log π_θ of the sampled tokens, with gradient
     curr_kl: Tensor  # log π_θ before top-k/top-p filtering, for the KL term; curr if the batch has none
     surrogate_log_ratio: Tensor  # log of the surrogate's ratio: curr − prev or, under ratio_anchor: gen, curr − gen
-    prev: Tensor  # log π_old; falls back to curr when the batch has none
+    prev: Tensor  # log π_old; interpolated between gen and curr if the batch has versions, else curr if it has none
     gen: Tensor  # log μ
     mismatch: Tensor  # prev − gen: training engine against generation engine
     ref: Tensor | None  # log π_ref; None without a KL term
@@ -108,135 +62,6 @@ class TokenBatch(NamedTuple):
             return self.mismatch
         first, second = self.compared_logprobs(log_ratio_name)
         return first - second
-
-
-def requested_tensors(config: LossConfig) -> tuple[str, ...]:
-    """Return the names, among :data:`BATCH_KEYS`, of the tensors that a configuration reads.
-
-    A batch may lack ``unfiltered``, ``rewards``, ``metrics_ref``, ``audited_prev`` and ``keep_mask``; the others are
-    required.
-    """
-    names = ["advantages", "gen", "keep_mask"]
-    if config.needs_prev:
-        names.append("prev")
-    if config.kl_coefficient:
-        names += ["ref", "unfiltered"]
-    elif config.metrics == "full":
-        names.append("metrics_ref")
-    if config.positive_example_nll_weight:
-        names.append("rewards")
-    if config.audit_fraction:
-        names.append("audited_prev")
-    return tuple(names)
-
-
-def possible_batch_keys(requested: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return every combination of the requested tensors that a batch may hold, given that some are optional."""
-    combinations: list[tuple[str, ...]] = [()]
-    for name in requested:
-        without = combinations if name in _OPTIONAL else []
-        combinations = [*((*names, name) for names in combinations), *without]
-    return combinations
-
-
-def take_padded(next_token_logprobs: Tensor, data: Mapping[str, Any], requested: Sequence[str]) -> RawBatch:
-    """Check the tensors of a padded NeMo-RL microbatch and align them with the log-probs.
-
-    Args:
-        next_token_logprobs: [B, T-1], any floating dtype: log-prob of token t+1 at position t.
-        data: mapping with ``token_mask`` and the token tensors among :data:`BATCH_KEYS`, all [B, T], where column t is
-            about token t, and ``sample_mask`` and ``rewards`` [B]; ``curr_logprobs_unfiltered`` is [B, T-1].
-        requested: names, among :data:`BATCH_KEYS`, of the tensors to read.
-
-    Raises: MissingDataError: a tensor is missing. ShapeError: one has another shape, or a dtype that it can't have.
-    """
-    check_dense("next_token_logprobs", next_token_logprobs)
-    if next_token_logprobs.dim() != 2 or not next_token_logprobs.is_floating_point():
-        raise ShapeError(
-            "next_token_logprobs must be a floating-point tensor [B, T-1], one log-prob for each token after the "
-            f"first, but it is {next_token_logprobs.dtype} {list(next_token_logprobs.shape)}"
-        )
-    mask = data.get(TOKEN_MASK)
-    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == 0:
-        raise ShapeError("data['token_mask'] must be [B, T] with T of at least 1, but it has no columns (T = 0)")
-    if isinstance(mask, Tensor) and mask.shape == next_token_logprobs.shape:
-        raise ShapeError(
-            f"next_token_logprobs must be [B, T-1], one log-prob for each token after the first, but it is "
-            f"{list(mask.shape)} like data['token_mask'] [B, T]; leave out the last position, which predicts nothing"
-        )
-    rows, width = next_token_logprobs.shape
-    raw = _take(next_token_logprobs, data, requested, (rows, width + 1), (rows,))
-    aligned = {name: value[:, 1:] if value.shape == (rows, width + 1) else value for name, value in raw.tensors.items()}
-    return raw._replace(token_mask=raw.token_mask[:, 1:], tensors=aligned)
-
-
-def take_packed(
-    logprobs: Tensor, data: Mapping[str, Any], segments: PackedSegments, requested: Sequence[str]
-) -> RawBatch:
-    """Check the tensors of packed sequences, all of their tokens or this rank's shard.
-
-    Args:
-        logprobs: [N], any floating dtype: log-prob of the token that each position is about.
-        data: the tensors of :func:`take_padded` with [N] in place of [B, T] (aligned with ``logprobs``, no shift) and
-            [S] in place of [B].
-        segments: layout of this rank's N tokens and of all S sequences.
-        requested: names, among :data:`BATCH_KEYS`, of the tensors to read.
-
-    Raises: the errors of :func:`take_padded`; also ShapeError if the segments' groups don't match their shard.
-    """
-    if not isinstance(segments, PackedSegments):
-        raise ShapeError(
-            f"segments must be PackedSegments(cu_seqlens, …), the layout of the packed row, but it is {segments!r}"
-        )
-    segments.check()
-    check_dense("logprobs", logprobs)
-    count = segments.tokens
-    if logprobs.shape != (count,) or not logprobs.is_floating_point():
-        raise ShapeError(
-            f"logprobs must be a floating-point tensor [{count}], one log-prob for each token of the segments on this "
-            f"rank, but it is {logprobs.dtype} {list(logprobs.shape)}"
-        )
-    return _take(logprobs, data, requested, (count,), (segments.count,))
-
-
-def _take(
-    curr: Tensor,
-    data: Mapping[str, Any],
-    requested: Sequence[str],
-    token_shape: tuple[int, ...],
-    sequence_shape: tuple[int, ...],
-) -> RawBatch:
-    """Check shapes and dtypes of the masks and requested tensors; move them to the device of ``curr``."""
-    device = curr.device
-
-    def checked(key: str, shape: tuple[int, ...], *, logprobs: bool = False) -> Tensor:
-        if isinstance(data.get(key), Tensor):
-            check_dense(f"data['{key}']", data[key])
-        if key not in data:
-            remedy = (
-                "; without a reference policy, set reference_policy_kl_penalty: 0" if key == BATCH_KEYS["ref"] else ""
-            )
-            raise MissingDataError(
-                f"data['{key}'] is missing; the configured loss needs it as a tensor {list(shape)}{remedy}"
-            )
-        value = data[key]
-        if not isinstance(value, Tensor) or value.shape != shape:
-            actual = f"{list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise ShapeError(f"data['{key}'] must be a tensor {list(shape)} to fit the log-probs, but it is {actual}")
-        if value.is_complex() or (logprobs and not value.is_floating_point()):
-            raise ShapeError(f"data['{key}'] must be {'floating point' if logprobs else 'real'}, not {value.dtype}")
-        value = value if value.device == device else value.to(device)
-        return value.detach() if value.requires_grad and key != BATCH_KEYS["unfiltered"] else value
-
-    special_shapes = {"unfiltered": curr.shape, "keep_mask": curr.shape, "rewards": sequence_shape}
-    tensors = {}
-    for name in requested:
-        key = BATCH_KEYS[name]
-        if name in _OPTIONAL and data.get(key) is None:
-            continue
-        is_logprob = name not in ("advantages", "rewards", "keep_mask")
-        tensors[name] = checked(key, special_shapes.get(name, token_shape), logprobs=is_logprob)
-    return RawBatch(curr, checked(TOKEN_MASK, token_shape), checked("sample_mask", sequence_shape), tensors)
 
 
 def is_finite(values: Tensor) -> Tensor:
@@ -273,7 +98,8 @@ def read(
     curr, token_mask = raw.curr.float(), raw.token_mask.float()
     sample_mask = raw.sample_mask.float().clamp(0.0, 1.0).nan_to_num(0.0)
     checked = _checked_values(raw)
-    unfiltered, rewards, metrics_ref, audited_prev, _ = (raw.tensors.get(name) for name in _OPTIONAL)
+    optional = ("unfiltered", "rewards", "metrics_ref", "audited_prev")
+    unfiltered, rewards, metrics_ref, audited_prev = (raw.tensors.get(name) for name in optional)
     declared_mask, filtered_mask = token_mask, None
     if (is_filtered := _find_filtered(raw, drop_filtered)) is not None:
         token_mask = zero_outside(~is_filtered, token_mask)
@@ -286,11 +112,15 @@ def read(
     is_trained = token_mask * segments.spread(sample_mask) + (sum_of_values - sum_of_values) > 0
 
     zero = token_mask.new_zeros(())
-    clean = {name: zero_outside(is_trained, checked[name], zero) for name in raw.tensors if name not in _OPTIONAL}
+    inputs = ("curr", "unfiltered")  # these have a gradient
+    clean = {name: zero_outside(is_trained, value, zero) for name, value in checked.items() if name not in inputs}
     trained_mask = zero_outside(is_trained, token_mask, zero)
     curr = zero_outside(is_trained, curr, zero)
     curr_kl = curr if unfiltered is None else zero_outside(is_trained, unfiltered.float())
     prev = clean.get("prev", curr.detach())
+    if "version" in raw.tensors:
+        version = segments.spread(raw.tensors["version"].float())
+        prev = F.interpolated_logprobs(clean["gen"], prev, version=version, sampled_at=clean["sampled_version"])
     reference_log_ratio = curr_kl.detach() - clean["ref"] if "ref" in clean else None
     if metrics_ref is not None:
         reference_log_ratio = _reference_log_ratio(curr_kl.detach(), metrics_ref.float(), is_trained)
@@ -337,7 +167,7 @@ def _find_filtered(raw: RawBatch, drop_filtered: bool) -> Tensor | None:
 
 def _checked_values(raw: RawBatch) -> dict[str, Tensor]:
     """Return the tensors whose values must be finite, float32 without gradient, by the names of :data:`BATCH_KEYS`."""
-    names = [name for name in raw.tensors if name not in _OPTIONAL or name == "unfiltered"]
+    names = [name for name in raw.tensors if name in CHECKED]
     return {
         name: (value.detach() if value.requires_grad else value).float()
         for name, value in (("curr", raw.curr), *((n, raw.tensors[n]) for n in names))

@@ -14,13 +14,17 @@ from torch import Tensor
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig, MaskRule
 from nemo_geomask.data_keys import PREV_LOGPROBS, TOKEN_MASK, TOKEN_WEIGHT_VERSIONS, TRAINING_WEIGHT_VERSION
-from nemo_geomask.errors import MissingDataError, ShapeError
-from nemo_geomask.losses.batch import TokenBatch, read, report_invalid, take_padded
+from nemo_geomask.errors import MissingDataError
+from nemo_geomask.losses.batch import TokenBatch, read, report_invalid
 from nemo_geomask.losses.correction import MismatchStatistics, request_mismatch
+from nemo_geomask.losses.raw_batch import checked_tensor, requested_tensors, take_padded
 from nemo_geomask.losses.rejection import PooledRule, find_removed, request_rules, rule_values
 from nemo_geomask.losses.sequence_stats import SequencePool, SequenceStats
 from nemo_geomask.metrics import Metric
 from nemo_geomask.segments import PaddedSegments
+
+_REQUESTED = ("advantages", "gen", "prev", "sampled_version", "version")
+"""Tensors that masks and weights are computed from."""
 
 
 class PooledBatch(NamedTuple):
@@ -41,7 +45,7 @@ def pool_batch(
     Args:
         rules: masks whose statistics to compute.
         config: settings in force.
-        data: NeMo-RL's training batch [B, T], see :func:`nemo_geomask.losses.batch.take_padded`.
+        data: NeMo-RL's training batch [B, T], see :func:`nemo_geomask.losses.raw_batch.take_padded`.
         curr: [B, T-1], log-probs of the current policy; None: ``prev_logprobs``, its values before the first step.
 
     Raises: MissingDataError: ``prev_logprobs`` are missing.
@@ -53,7 +57,7 @@ def pool_batch(
                 "the batch has none"
             )
         curr = data[PREV_LOGPROBS][:, 1:]
-    requested = ("advantages", "prev", "gen") if config.needs_prev else ("advantages", "gen")
+    requested = [name for name in requested_tensors(config) if name in _REQUESTED]
     raw = take_padded(curr, data, requested)
     batch = read(raw, PaddedSegments(), drop_filtered=config.drop_filtered_tokens)
     pool = SequencePool(batch)
@@ -124,15 +128,9 @@ def masks_without_stale(config: LossConfig, data: Mapping[str, Any]) -> dict[str
     if config.max_token_lag is None:
         return {}
     shapes = {TOKEN_WEIGHT_VERSIONS: data[TOKEN_MASK].shape, TRAINING_WEIGHT_VERSION: data["sample_mask"].shape}
-    for key, shape in shapes.items():
-        if key not in data:
-            raise MissingDataError(
-                f"data['{key}'] is missing; loss_fn.max_token_lag reads it as a tensor {list(shape)}. NeMo-RL has no "
-                "such key: add it in a training loop of your own, or remove the setting"
-            )
-        if data[key].shape != shape:
-            raise ShapeError(f"data['{key}'] must be {list(shape)}, but it is {list(data[key].shape)}")
-    lag = data[TRAINING_WEIGHT_VERSION].unsqueeze(-1) - data[TOKEN_WEIGHT_VERSIONS]
+    device = data[TOKEN_MASK].device
+    sampled_version, version = (checked_tensor(data, key, shape, device) for key, shape in shapes.items())
+    lag = version.unsqueeze(-1) - sampled_version
     is_stale = (lag > config.max_token_lag)[:, 1:]
     is_trained = (data[TOKEN_MASK][:, 1:] * data["sample_mask"].unsqueeze(-1)) > 0
     return masks_without(data, is_trained & is_stale, is_trained & ~is_stale)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_geomask.losses.batch import RawBatch
+from nemo_geomask.losses.raw_batch import RawBatch
 
 _log = logging.getLogger("nemo_geomask")
 EAGER_CALLS = {"cuda": 2}

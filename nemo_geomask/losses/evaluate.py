@@ -14,9 +14,10 @@ from torch import Tensor
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
 from nemo_geomask.config.loss_settings import WEIGHT_MEAN
-from nemo_geomask.losses.batch import RawBatch, TokenBatch, read, report_invalid, zero_outside
+from nemo_geomask.losses.batch import TokenBatch, read, report_invalid, zero_outside
 from nemo_geomask.losses.batch_metrics import report_audit, report_batch, report_surrogate
 from nemo_geomask.losses.correction import correct, request_mismatch
+from nemo_geomask.losses.raw_batch import BY_SEQUENCE, RawBatch
 from nemo_geomask.losses.rejection import reject, request_rules
 from nemo_geomask.losses.sequence_stats import SequencePool, SequenceStats
 from nemo_geomask.metrics import Label, Metric, MetricSums, Normalizer
@@ -60,11 +61,11 @@ def metric_labels(config: LossConfig, variant: Variant, options: Any, tensor_nam
 
     Args:
         config, variant, options: as for :func:`evaluate`.
-        tensor_names: names, among :data:`~nemo_geomask.losses.batch.BATCH_KEYS`, of the tensors in the batch.
+        tensor_names: names, among :data:`~nemo_geomask.losses.raw_batch.BATCH_KEYS`, of the tensors in the batch.
     """
     token = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     sequence, scalar = token[0], token[0, 0]
-    tensors = {name: sequence if name == "rewards" else token for name in tensor_names}
+    tensors = {name: sequence if name in BY_SEQUENCE else token for name in tensor_names}
     raw = RawBatch(token, token, sequence, tensors, sequence.expand(len(config.batch_scalars)))
     _, metrics = _local_loss_and_metrics(config, variant, options, raw, PaddedSegments(), scalar, scalar)
     return metrics.labels
@@ -107,8 +108,9 @@ def _local_loss_and_metrics(
         batch_scalars = dict(zip(config.batch_scalars, raw.batch_scalars, strict=True))
     if weight is not None and WEIGHT_MEAN in batch_scalars:
         weight = weight / batch_scalars[WEIGHT_MEAN]
-    kept, reports = reject(batch, stats, rules, batch_scalars)
+    kept, (*reports, kept_tokens) = reject(batch, stats, rules, batch_scalars)
     metrics.add(reports)
+    metrics.add([kept_tokens], always=config.denominator == "kept_in_loss")  # kept_factor reads it
     pooled = {name: segments.spread(statistic.value) for name, statistic in variant_statistics.items()}
     surrogate = variant.surrogate(inputs, pooled)
     metrics.add(report_surrogate(surrogate, batch, stats, is_full=is_full, is_pooled=len(pooled) > 0))

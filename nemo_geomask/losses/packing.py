@@ -8,7 +8,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOKEN_MASK
+from nemo_geomask.data_keys import (
+    GENERATION_LOGPROBS,
+    PREV_LOGPROBS,
+    REFERENCE_POLICY_LOGPROBS,
+    TOKEN_MASK,
+    TOKEN_WEIGHT_VERSIONS,
+)
 from nemo_geomask.errors import DataError, MissingDataError, ShapeError
 from nemo_geomask.segments import PackedSegments
 
@@ -20,6 +26,7 @@ _TOKEN_KEYS = (
     GENERATION_LOGPROBS,
     REFERENCE_POLICY_LOGPROBS,
     TOKEN_MASK,
+    TOKEN_WEIGHT_VERSIONS,
 )
 
 

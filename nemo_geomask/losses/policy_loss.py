@@ -16,7 +16,10 @@ from nemo_geomask.config import LossConfig
 from nemo_geomask.data_keys import TOKEN_MASK
 from nemo_geomask.errors import DataError, GeomaskError, NonFiniteError, PluginError, Problem
 from nemo_geomask.losses import protocol
-from nemo_geomask.losses.batch import (
+from nemo_geomask.losses.compiled import CompiledPass
+from nemo_geomask.losses.evaluate import evaluate, metric_labels
+from nemo_geomask.losses.rank_check import RankCheck
+from nemo_geomask.losses.raw_batch import (
     BATCH_KEYS,
     RawBatch,
     possible_batch_keys,
@@ -24,9 +27,6 @@ from nemo_geomask.losses.batch import (
     take_packed,
     take_padded,
 )
-from nemo_geomask.losses.compiled import CompiledPass
-from nemo_geomask.losses.evaluate import evaluate, metric_labels
-from nemo_geomask.losses.rank_check import RankCheck
 from nemo_geomask.metrics import Label, Metrics
 from nemo_geomask.objectives.variant import Variant
 from nemo_geomask.segments import PackedSegments, PaddedSegments, Segments
@@ -124,7 +124,7 @@ class PolicyLoss:
 
         Args:
             next_token_logprobs: [B, T-1], floating point, log π_θ of tokens 1 to T-1, with gradient.
-            data: the batch, see :func:`nemo_geomask.losses.batch.take_padded`.
+            data: the batch, see :func:`nemo_geomask.losses.raw_batch.take_padded`.
             global_valid_seqs: sum of ``sample_mask`` over the optimiser step, all microbatches and ranks.
             global_valid_toks: sum of ``token_mask[:, 1:] * sample_mask`` over the same.
 

@@ -100,21 +100,21 @@ class PrestepPass:
         """Decide on a batch.
 
         Args:
-            data: NeMo-RL's training batch [B, T], see :func:`nemo_geomask.losses.batch.take_padded`; it holds all rows
-                that the step trains on, those of all ranks.
+            data: NeMo-RL's training batch [B, T], see :func:`nemo_geomask.losses.raw_batch.take_padded`; it holds all
+                rows that the step trains on, those of all ranks.
 
         Returns: the decision; under ``denominator: kept`` its ``changes`` hold ``token_mask`` and ``sample_mask``.
         Raises: as :meth:`OpenBatch.add` and :meth:`OpenBatch.decide`.
         """
         if not self.needed:
             return Decision(True)
-        batch = self._open_whole_batch(data)
+        batch = OpenBatch(self, self._config)
         changes = batch.add(data)
         return replace(batch.decide(), changes=changes)
 
     def changes(self, data: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return :attr:`Decision.changes` for a whole batch without counting it for the veto."""
-        return self._open_whole_batch(data).add(data)
+        return OpenBatch(self, self._config).add(data)
 
     def open(self) -> OpenBatch:
         """Start the pass over a batch that arrives in parts; :meth:`OpenBatch.decide` ends it.
@@ -124,11 +124,7 @@ class PrestepPass:
         """
         if problems := whole_batch_problems(self._config):
             raise ConfigError(*problems)
-        return OpenBatch(self, self._config, {})
-
-    def _open_whole_batch(self, data: Mapping[str, Any]) -> OpenBatch:
-        current = {**data, **masks_without_stale(self._config, data)}
-        return OpenBatch(self, self._config, budget_bounds(self._config, current))
+        return OpenBatch(self, self._config)
 
     def _allows_step(self, kl: float, veto: BatchVeto) -> bool:
         """Return True if the batch's mismatch KL is within the veto's bound, and count vetoes.
@@ -152,11 +148,12 @@ class OpenBatch:
     """One step's batch, added in parts; made by :meth:`PrestepPass.open`.
 
     Masks judge each token or sequence by itself, so each part is masked as it is added. The KL is computed over all
-    parts.
+    parts. A budget's bound is computed from the part, which is then the whole batch (see :meth:`PrestepPass.open`).
     """
 
-    def __init__(self, prestep_pass: PrestepPass, config: LossConfig, bounds: Mapping[str, float]) -> None:
-        self._prestep_pass, self._config, self._budget_bounds = prestep_pass, config, bounds
+    def __init__(self, prestep_pass: PrestepPass, config: LossConfig) -> None:
+        self._prestep_pass, self._config = prestep_pass, config
+        self._budget_bounds: dict[str, float] = {}
         self._kl_sum = self._finite_weight = self._kept_weight = 0.0
         # Numbers of valid sequences and tokens of the batch, before the pass removes any.
         self._seqs, self._toks = valid_counts([])
@@ -171,14 +168,15 @@ class OpenBatch:
             data: as for calling :class:`PrestepPass`.
 
         Returns: :attr:`Decision.changes` for this part.
-        Raises: MissingDataError, ShapeError: as :func:`~nemo_geomask.losses.batch.take_padded`. DataError: masks with
-        values that are NaN or not from 0 to 1 or, under ``denominator: kept``, other than 0 and 1;
+        Raises: MissingDataError, ShapeError: as :func:`~nemo_geomask.losses.raw_batch.take_padded`. DataError: masks
+        with values that are NaN or not from 0 to 1 or, under ``denominator: kept``, other than 0 and 1;
         generation log-probs that can only come from a bug.
         NonFiniteError: a trained token has a non-finite value, under ``nonfinite: raise``.
         """
         config, data_with_stale = self._config, data
         stale_changes = masks_without_stale(config, data)
         data = {**data, **stale_changes}
+        self._budget_bounds = budget_bounds(config, data)
         batch = pool_batch(config.rules_before_step, config, data)
         stats = batch.stats
         # A count is computed when it is read, and those of non-finite values matter under `raise` alone.

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from nemo_geomask.config import LossConfig
 from nemo_geomask.config.fields import Recording
-from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOKEN_MASK
+from nemo_geomask.data_keys import (
+    GENERATION_LOGPROBS,
+    PREV_LOGPROBS,
+    REFERENCE_POLICY_LOGPROBS,
+    TOKEN_MASK,
+    TOKEN_WEIGHT_VERSIONS,
+)
 from nemo_geomask.losses.batch_masks import removed_tokens
 from nemo_geomask.records.record_schema import COLUMNS, REMOVED
 from nemo_geomask.records.step_table import StepRows
@@ -32,6 +38,7 @@ COLUMN_BATCH_KEYS = {
     "reward": "rewards",
     "weight_version": "weight_version",
     "staleness": "staleness",
+    "token_version": TOKEN_WEIGHT_VERSIONS,
     "environment": "environment",
     "replica": "replica",
 }

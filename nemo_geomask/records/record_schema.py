@@ -122,6 +122,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("ref", "list<float32>", f"reference policy's {_LOGPROB}"),
     Column("entropy", "list<float32>", "entropy of the training engine's distribution at each token, nats"),
     Column("advantages", "list<float32>", "advantage of each token, as used in training"),
+    Column("token_version", "list<int64>", "number of updates behind the weights that sampled each token"),
 )
 """Columns of every record; :func:`arrow_schema` adds one for each mask."""
 

@@ -7,7 +7,8 @@ sub-package exchanges statistics of sequences between ranks.
 
 from __future__ import annotations
 
-from nemo_geomask.segments.packed import PackedSegments, PackedTokens
+from nemo_geomask.segments.packed import PackedSegments
+from nemo_geomask.segments.packed_tokens import PackedTokens
 from nemo_geomask.segments.padded import NO_TENSORS, PaddedSegments, Pooled, Prefix, Segments
 
 __all__ = ["NO_TENSORS", "PackedSegments", "PackedTokens", "PaddedSegments", "Pooled", "Prefix", "Segments"]

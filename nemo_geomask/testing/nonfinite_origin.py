@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 import nemo_geomask
 from nemo_geomask.losses import PolicyLoss
-from nemo_geomask.losses.batch import requested_tensors, take_padded
 from nemo_geomask.losses.evaluate import evaluate
+from nemo_geomask.losses.raw_batch import requested_tensors, take_padded
 from nemo_geomask.segments import PaddedSegments
 
 _PACKAGE, _TORCH = (str(Path(module.__file__ or "").parent) for module in (nemo_geomask, torch))

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOKEN_MASK
 from nemo_geomask.losses import PolicyLoss
-from nemo_geomask.losses.batch import read, requested_tensors, take_padded
+from nemo_geomask.losses.batch import read
 from nemo_geomask.losses.evaluate import evaluate
 from nemo_geomask.losses.prestep import valid_counts
+from nemo_geomask.losses.raw_batch import requested_tensors, take_padded
 from nemo_geomask.parallel.local_processes import run_ranks
 from nemo_geomask.segments import PackedSegments, PaddedSegments
 from nemo_geomask.testing.gradient_check import find_gradient_error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from nemo_geomask import build_loss
 from nemo_geomask import functional as F
+from nemo_geomask.errors import ShapeError
 from nemo_geomask.losses.correction import count_saturated
 from tests.helpers import batches
 
@@ -437,3 +439,38 @@ def test_saturating_exp():
     y[:5].sum().backward()
     assert x.grad[3:5].tolist() == [0.0, 0.0]
     assert count_saturated(x[:6].detach(), torch.ones(6, dtype=torch.bool)).item() == 3
+
+
+def test_score_centering_leaves_no_drift_towards_the_sampler():
+    # The mean of the gradient over what μ samples is 0, whatever the advantage of the prefix; by enumeration.
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, generator=draw, dtype=torch.float64, requires_grad=True)
+    p, q = logits.detach().softmax(0), torch.randn(7, generator=draw, dtype=torch.float64).softmax(0)
+    weights = {"none": lambda x: torch.ones_like(x), "tis": lambda x: F.clamp_weight(x, min=None, max=1.2).value}
+    for size, (name, weigh) in itertools.product((7, 3), weights.items()):
+        head = q.topk(size).indices
+        tail = torch.tensor([index for index in range(7) if index not in head], dtype=torch.int64)
+        model = q.clone()  # behind the head the sampler is taken to be proportional to the policy
+        model[tail] = p[tail] * (1 - q[head].sum()) / p[tail].sum().clamp(min=1e-300)
+        drift = {}
+        for heads in (True, False):
+            log_p = logits.log_softmax(0)
+            total = torch.zeros((), dtype=torch.float64)
+            for token in range(7):
+                given = {"head_curr": log_p[head].unsqueeze(0), "head_gen": q[head].log().unsqueeze(0)} if heads else {}
+                here = slice(token, token + 1)
+                one = F.centered_score(log_p[here], model[here].log(), torch.ones_like(p[:1]), weigh=weigh, **given)
+                total = total + model[token] * one.loss.sum()
+            (drift[heads],) = torch.autograd.grad(total, logits)
+        assert drift[True].abs().max() < 1e-5, (size, name)  # the tail's mass is at least 1e-6
+        assert drift[False].abs().max() > 1e-2
+    # With w = 1, the whole vocabulary and p = (.6, .4), q = (.5, .5): the mean score q − p = (−.1, .1) is taken away.
+    logits = torch.tensor([0.6, 0.4], dtype=torch.float64).log().requires_grad_()
+    log_p, q = logits.log_softmax(0), torch.full((2,), 0.5, dtype=torch.float64)
+    loss = F.centered_score(
+        log_p[:1], q[:1].log(), torch.ones_like(q[:1]), head_curr=log_p.unsqueeze(0), head_gen=q.log().unsqueeze(0)
+    ).loss
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    assert (-gradient).tolist() == pytest.approx([0.4 + 0.1, -0.4 - 0.1], abs=1e-6)
+    with pytest.raises(ShapeError, match="head_curr and head_gen must both be"):
+        F.centered_score(log_p[:1], q[:1].log(), q[:1], head_curr=log_p.unsqueeze(0))

@@ -18,6 +18,7 @@ TOKEN_KEYS = (
     "generation_logprobs",
     "reference_policy_logprobs",
     "token_mask",
+    "token_weight_versions",
 )
 
 
@@ -115,6 +116,9 @@ def rollouts(
         "token_mask": token_mask,
         "sample_mask": sample_mask,
         "rewards": torch.where(torch.arange(rows) % 3 == 0, 1.0, -0.5),
+        # From four updates behind the policy that trains to one ahead of it.
+        "token_weight_versions": ((torch.arange(width) + torch.arange(rows).unsqueeze(1)) % 6 + 3).float(),
+        "training_weight_version": torch.full((rows,), 7),
     }
     toks = float((token_mask[:, 1:] * sample_mask.unsqueeze(-1)).sum())
     return Batch(curr[:, 1:].contiguous(), data, float(sample_mask.sum()) + more_seqs, toks + more_toks)
@@ -214,7 +218,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "prefix_mean": {"log_ratio": "mismatch", "level": "prefix_mean", "min": 0.8, "max": 1.3},
     "prefix_lowest": {"log_ratio": "total", "level": "prefix_min", "min": 0.4, "when": "negative_advantage"},
     "turn": {"log_ratio": "total", "level": "turn", "min": 0.4, "max": 2.0, "when": "pushing"},
-    "turn_mean": {"log_ratio": "mismatch", "level": "turn_mean", "statistic": "k3", "max": 0.04},
+    "turn_mean": {"log_ratio": "mismatch", "level": "turn_mean", "statistic": "k3", "max": 0.06},
     "ratio_abs": {"log_ratio": "total", "level": "sequence_mean", "statistic": "ratio_abs", "max": 1.7},
     "prefix_highest": {"log_ratio": "policy", "level": "prefix_max", "statistic": "prob_diff", "max": 0.05},
 }

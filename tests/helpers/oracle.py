@@ -157,8 +157,11 @@ class _Evaluation:
         asked = config.batch_veto or config.denominator == "kept" or config.use_kl_in_reward
         asked = asked or any(rule.log_ratio in ("mismatch", "policy") for rule in self.rules)
         asked = asked or config.kl_ratio_anchor == "prev"
-        self.reads_prev = not config.force_on_policy_ratio and bool(self.anchor == "prev" or asked)
-        self.knows_prev = self.reads_prev or config.force_on_policy_ratio
+        self.interpolates = config.proximal_policy == "interpolated"
+        self.reads_prev = not (config.force_on_policy_ratio or self.interpolates) and bool(
+            self.anchor == "prev" or asked
+        )
+        self.knows_prev = self.reads_prev or config.force_on_policy_ratio or self.interpolates
         self.level = config.is_correction_level or ("sequence" if config.sequence_level_importance_ratios else "token")
         # Pools over sequences before the surrogate, so the tokens' own ratios are reported beside.
         self.by_sequence = config.name in ("gspo", "gspo_token", "gmpo", "vespo", "topr") or (
@@ -181,6 +184,8 @@ class _Evaluation:
         columns = {"gen": "generation_logprobs", "adv": "advantages"}
         if self.reads_prev:
             columns["prev"] = "prev_logprobs"
+        if self.interpolates:
+            columns["sampled_version"] = "token_weight_versions"
         self.sees_ref = "reference_policy_logprobs" in data
         if self.sees_ref:
             columns["ref"] = "reference_policy_logprobs"
@@ -193,6 +198,7 @@ class _Evaluation:
         self.declared: list[int] = []  # n_i, before anything is dropped
         names = ("curr", "advantages", *(name for name in ("gen", "prev") if name in columns))
         names += ("ref",) if self.beta else ()
+        names += ("sampled_version",) if self.interpolates else ()
         bad = dict.fromkeys(names, 0)
         dropped = 0
         for i in range(self.rows):
@@ -210,6 +216,10 @@ class _Evaluation:
                     token["kl_curr"] = torch.tensor(value, dtype=torch.float64, requires_grad=True)
                 if not self.reads_prev:
                     token["prev"] = token["c"]
+                if self.interpolates:
+                    lag = float(data["training_weight_version"][i]) - token["sampled_version"]
+                    share = (lag - 1) / lag if lag > 0 else 0.0
+                    token["prev"] = token["gen"] + share * (token["c"] - token["gen"])
                 row.append(token)
             self.declared.append(len(row))
             for token in row:

@@ -33,3 +33,4 @@ SOFTLY = {
     "truncated_importance_sampling_type": f"{HERE}:SOFT",
     "truncated_importance_sampling_ratio": 1.5,
 }
+BY_TURN = WeightLevel(lambda token, total, count: total, over="turn")

@@ -9,9 +9,9 @@ import torch
 
 from nemo_geomask import PrestepPass, build_loss
 from nemo_geomask.errors import ConfigError, DataError
-from nemo_geomask.losses.batch import requested_tensors, take_padded
 from nemo_geomask.losses.evaluate import evaluate
 from nemo_geomask.losses.prestep import untrained_metrics
+from nemo_geomask.losses.raw_batch import requested_tensors, take_padded
 from nemo_geomask.segments import PaddedSegments
 from tests.helpers import oracle
 from tests.helpers.batches import BUDGETS, TOKEN_KEYS, one_row, packed_rows, rollouts, stack

@@ -15,9 +15,9 @@ from torch._inductor.utils import run_and_get_code
 
 from nemo_geomask import build_loss
 from nemo_geomask.losses import compiled
-from nemo_geomask.losses.batch import RawBatch, requested_tensors, take_packed, take_padded
 from nemo_geomask.losses.compiled import CompiledPass, attach_gradient, loss_and_gradient
 from nemo_geomask.losses.evaluate import evaluate, metric_labels
+from nemo_geomask.losses.raw_batch import RawBatch, requested_tensors, take_packed, take_padded
 from nemo_geomask.metrics import Metrics
 from nemo_geomask.parallel.local_processes import run_ranks
 from nemo_geomask.segments import PaddedSegments

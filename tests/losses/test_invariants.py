@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from nemo_geomask import build_loss
 from nemo_geomask.errors import DataError, NonFiniteError, ShapeError
 from nemo_geomask.functional import LOG_RATIO_LIMIT
-from nemo_geomask.losses.batch import is_finite, requested_tensors
+from nemo_geomask.losses.batch import is_finite
+from nemo_geomask.losses.raw_batch import requested_tensors
 from nemo_geomask.testing.promises import (
     find_influence_of_untrained,
     find_nonfinite,
@@ -161,7 +162,7 @@ def test_is_finite_is_that_of_torch():
 def test_right_padding_changes_nothing(name, batch, columns):
     rows = len(batch.curr)
     padding = torch.full((rows, columns), -3.0)
-    data = {key: torch.cat([batch.data[key], padding], dim=1) for key in batches.TOKEN_KEYS}
+    data = {key: torch.cat([batch.data[key], padding], dim=1) for key in batches.TOKEN_KEYS if key in batch.data}
     data["token_mask"][:, -columns:] = 0
     padded = replace(batch, curr=torch.cat([batch.curr, padding], dim=1)).with_data(**data)
     result = batches.evaluate(LOSSES[name], padded)
@@ -276,7 +277,8 @@ def test_effective_sample_size_is_exact_after_summing(level, which):
 
 def repeated(batch: Batch, times: int) -> Batch:
     """Every token ``times`` times over."""
-    data = {key: batch.data[key][:, 1:].repeat_interleave(times, dim=1) for key in batches.TOKEN_KEYS}
+    keys = [key for key in batches.TOKEN_KEYS if key in batch.data]
+    data = {key: batch.data[key][:, 1:].repeat_interleave(times, dim=1) for key in keys}
     data = {key: torch.cat([batch.data[key][:, :1], value], dim=1) for key, value in data.items()}
     return replace(batch.with_data(**data), curr=batch.curr.repeat_interleave(times, dim=1))
 
@@ -656,12 +658,17 @@ def test_device_is_read_once_and_when_metrics_are(name, monkeypatch):
     assert reads == ["tolist"]
 
 
+def reads(key):
+    """Settings of a loss that reads the key."""
+    return {"proximal_policy": "interpolated"} if key == "token_weight_versions" else {}
+
+
 @pytest.mark.parametrize("key", [*batches.TOKEN_KEYS, "sample_mask"], ids=lambda key: key)
 def test_missing_tensor_is_named(key):
     batch = batches.rollouts(1)
     data = {name: value for name, value in batch.data.items() if name != key}
     with pytest.raises(DataError, match=rf"data\['{key}'\]"):
-        batches.evaluate({}, replace(batch, data=data))
+        batches.evaluate(reads(key), replace(batch, data=data))
 
 
 @pytest.mark.parametrize("wrong", [None, torch.ones(2)])
@@ -680,7 +687,7 @@ def test_tensor_of_another_shape_is_named(key, wrong):
     right = batch.data.get(key, batch.curr)
     value = {"narrow": right[..., :-1], "column": right.unsqueeze(-1), "list": right.tolist()}[wrong]
     with pytest.raises(ShapeError, match=rf"data\['{key}'\]"):
-        batches.evaluate({"positive_example_nll_weight": 0.1}, batch.with_data(**{key: value}))
+        batches.evaluate({"positive_example_nll_weight": 0.1, **reads(key)}, batch.with_data(**{key: value}))
 
 
 def test_log_probs_of_another_shape_are_refused():

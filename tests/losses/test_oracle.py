@@ -219,6 +219,16 @@ def test_kl_times_the_ratio_on_all_tokens_or_on_those_kept(part, anchor, tokens)
     assert 0 < expected.metrics["geomask/mask/mask/removed"] < 1
 
 
+@pytest.mark.parametrize("level", ["token", "turn", "sequence_mean"])
+@pytest.mark.parametrize("variant", VARIANTS.keys() - {"on_policy"})
+def test_the_proximal_policy_interpolated(variant, level):
+    batch = batches.rollouts(5)
+    part = {"proximal_policy": "interpolated", **LEVELS[level], "masks": [MASKS["geometric"], MASKS["opsm_policy"]]}
+    expected = agree(merged(variant, part), batch.with_data(prev_logprobs=torch.full_like(batch.data["advantages"], 9)))
+    assert expected.metrics["geomask/mismatch_abs"] > 0 < expected.metrics["geomask/policy_abs"]
+    agree(merged(variant, part), batch.with_data(training_weight_version=batch.data["training_weight_version"] + 2))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variant_with_kl_and_without(variant):
     for part in ({"reference_policy_kl_penalty": 0.0}, {"use_kl_in_reward": True}):

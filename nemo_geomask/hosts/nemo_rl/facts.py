@@ -359,8 +359,8 @@ def missing_prev(key: str, value: Any, use: str) -> Problem:
     fix = {"loss_fn.audit_fraction": 1.0}
     return Problem(
         (key, "loss_fn.ratio_anchor"),
-        f"{key}: {as_yaml(value)} {use} by prev_logprobs, which are not computed under loss_fn.ratio_anchor: gen; "
-        f"remove it, or {advice(fix)}, which computes all of them",
+        f"{key}: {as_yaml(value)} {use} by prev_logprobs, which are not computed under loss_fn.ratio_anchor: gen or "
+        f"proximal_policy: interpolated; remove it, or {advice(fix)}, which computes all of them",
         fix=fix,
     )
 

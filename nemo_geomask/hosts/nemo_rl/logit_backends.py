@@ -118,7 +118,7 @@ class LogitLoss:
             logits: [B, P/CP, V/TP], already divided by the temperature: this rank's columns of its load-balanced
                 shard of each row, where P ≥ T is the padded length; or a DTensor of them over mesh dimensions ``tp``
                 and ``cp``.
-            data: see :func:`nemo_geomask.losses.batch.take_padded`, and ``input_ids`` [B, T].
+            data: see :func:`nemo_geomask.losses.raw_batch.take_padded`, and ``input_ids`` [B, T].
             global_valid_seqs: as for :class:`~nemo_geomask.losses.PolicyLoss`.
             global_valid_toks: as for :class:`~nemo_geomask.losses.PolicyLoss`.
             vocab_parallel_group: tensor-parallel group; not used for a DTensor.

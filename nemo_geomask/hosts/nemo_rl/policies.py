@@ -205,7 +205,7 @@ def convert_policy(policy: Any, config: LossConfig, *, checkpoint: object = None
     """
     require_targets(host_api.PRESTEP, remedy="Remove loss_fn.name")
     if config.skips_prev:
-        require_targets(host_api.PREV_LOGPROBS, remedy="Set loss_fn.ratio_anchor: prev")
+        require_targets(host_api.PREV_LOGPROBS, remedy="Set loss_fn.ratio_anchor: prev and proximal_policy: recomputed")
     if not hasattr(policy, "geomask_base"):
         policy.__class__ = geomask_class(type(policy))
     policy.geomask_config = config

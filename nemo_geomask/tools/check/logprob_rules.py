@@ -55,7 +55,7 @@ def _bad_words(facts: RecipeFacts) -> Iterator[Hit]:
 def _filter_with_pooling(facts: RecipeFacts) -> Iterator[Hit]:
     """Top-p or top-k with weights or masks that pool over a sequence."""
     key, config = facts.filter_key, facts.config
-    if key is None:
+    if key is None or config.drop_filtered_tokens:
         return
     pooled = [
         f"mask {rule.label}" for rule in config.mask_rules if rule.level != "token" and rule.log_ratio != "policy"
@@ -70,8 +70,8 @@ def _filter_with_pooling(facts: RecipeFacts) -> Iterator[Hit]:
             f"{facts.get(key)}: if a sampled token is outside the training engine's own "
             f"{key.rpartition('.')[2]} set, NeMo-RL gives it the log-prob 0, so its mismatch log-ratio is -log μ: a "
             f"token of probability 0.01 adds {math.log(100):.1f} to the sequence's sum. This is no mismatch, but "
-            f"affects {', '.join(pooled)}; sample with top_p: 1.0 and top_k: null, or use masks and weights at token "
-            "level",
+            f"affects {', '.join(pooled)}; set loss_fn.drop_filtered_tokens: true, which leaves such tokens out, or "
+            "sample with top_p: 1.0 and top_k: null",
         )
 
 

@@ -26,6 +26,7 @@ def describe(loss: ResolvedLoss) -> tuple[Part, ...]:
     return (
         _total_loss(config),
         *surrogate_parts(loss),
+        *_proximal(config),
         _weight(config),
         *(_mask(rule) for rule in config.mask_rules),
         _normaliser(config),
@@ -163,6 +164,12 @@ _WEIGHT_NAME = {
 }
 
 
+def _proximal(config: LossConfig) -> Iterator[Part]:
+    if config.proximal_policy == "interpolated":
+        formula = "prev = gen + α·(curr − gen), α = max(0, (v − 1 − v_t) / (v − v_t))"
+        yield Part(formula, "π_old is interpolated by the token's lag v − v_t; no forward pass computes it.")
+
+
 def _weight(config: LossConfig) -> Part:
     if config.ratio_anchor == "gen":
         return Part("w_t = 1", "The ratio is taken against the generation engine, so it contains the mismatch.")
@@ -281,7 +288,8 @@ def _normaliser(config: LossConfig) -> Part:
         explanation += f" Tokens and sequences that {names} drops are removed before the step and not counted."
     if config.rules_in_loss:
         names = ", ".join(f"`{rule.label}`" for rule in config.rules_in_loss)
-        explanation += f" Tokens and sequences that {names} drops are still counted."
+        scale = "left out by a factor G/K on the gradient" if config.denominator == "kept_in_loss" else "still counted"
+        explanation += f" Tokens and sequences that {names} drops are {scale}."
     return Part(f"c_t = {formula}", explanation)
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nemo_geomask.data_keys import PREV_LOGPROBS, TOKEN_MASK
+from nemo_geomask.data_keys import PREV_LOGPROBS, TOKEN_MASK, TOKEN_WEIGHT_VERSIONS, TRAINING_WEIGHT_VERSION
 from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.losses import PolicyLoss, PrestepPass
 from nemo_geomask.losses.prestep import untrained_metrics
-from nemo_geomask.metrics import summarize_step
+from nemo_geomask.metrics import kept_factor, summarize_step
 from nemo_geomask.parallel import DocumentStep, collect_documents
 from nemo_geomask.records.flight import FlightRecorder
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
@@ -154,6 +154,8 @@ class Trainer:
         rollout_end_time = time.perf_counter()
         if self.versions.maxlen and (self.engine.ranks.is_first or self.recipe.policy.generation.logprobs == "trainer"):
             self.versions.append(copy.deepcopy(self.policy).requires_grad_(False))
+        rollout.data[TRAINING_WEIGHT_VERSION] = torch.full_like(rollout.data["input_lengths"], self._steps)
+        rollout.data[TOKEN_WEIGHT_VERSIONS] = self._steps - rollout.data["weight_age"]
         decision = self._prestep_pass(rollout.data)
         if self._record_settings is not None:
             self.engine.recorded_curr = torch.zeros_like(rollout.data[PREV_LOGPROBS])
@@ -270,6 +272,9 @@ class Trainer:
         self.optimizer.zero_grad()
         batches = ({key: value[rows] for key, value in data.items()} for rows in step.microbatches if rows is not None)
         metrics = accumulate_gradients(self.engine, self.policy, self.loss, batches, step.documents, step.tokens)
+        if self.loss.config.denominator == "kept_in_loss":
+            gradients = [weight.grad for weight in self.policy.parameters() if weight.grad is not None]
+            torch._foreach_mul_(gradients, kept_factor(metrics))
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.recipe.policy.max_grad_norm)
         # A step with a non-finite gradient would ruin the weights; NeMo-RL's Megatron optimiser also skips it.
         is_finite = bool(torch.isfinite(norm))

@@ -95,7 +95,7 @@ class Mismatch:
             return f"{self.cause}: {self.details}"
         outside = (
             f"; the top-p or top-k of one engine alone leaves out {self.outside:.2%} of the sampled tokens. NeMo-RL "
-            "sets their log-prob to 0, which biases weights and masks over sequences (GM104)"
+            "sets their log-prob to 0; loss_fn.drop_filtered_tokens: true leaves them out of weights and masks (GM104)"
         )
         return f"healthy: {self.size}{outside if self.outside else ''}"
 

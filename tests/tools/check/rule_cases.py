@@ -284,6 +284,7 @@ CASES = {
     ],
     "GM104": [
         ({TOP_P: 0.9, MASKS: [GEOMETRIC]}, {MASKS: [GEOMETRIC]}),
+        ({TOP_P: 0.9, MASKS: [GEOMETRIC]}, {TOP_P: 0.9, MASKS: [GEOMETRIC], "loss_fn.drop_filtered_tokens": True}),
         ({TOP_P: 0.9, MASKS: [GEOMETRIC]}, {TOP_P: 0.9, MASKS: [{"preset": "icepop", "max": 5.0}]}),
         ({"policy.generation.top_k": 50, CORRECT: True, LEVEL: "sequence_mean"}, {TOP_P: 0.9, CORRECT: True}),
         (
@@ -605,6 +606,11 @@ CASES = {
             {**ASYNC, "grpo.async_grpo.max_trajectory_age_steps": 4, IN_FLIGHT: True},
         ),
         ({PENALTY: 10.0}, {PENALTY: 0.05}),
+    ],
+    "GM347": [
+        ({"loss_fn.proximal_policy": "interpolated"}, {"loss_fn.proximal_policy": "recomputed"}),
+        ({"loss_fn.max_token_lag": 2}, {"loss_fn.max_token_lag": None}),
+        ({"loss_fn.denominator": "kept_in_loss", MASKS: [GEOMETRIC]}, {MASKS: [GEOMETRIC]}),
     ],
     "GM346": [
         ({**SINGLE_FITS, "async_rl.min_groups_for_streaming_train": 64}, SINGLE_FITS),

@@ -52,6 +52,7 @@ def test_a_step_as_it_was(tiny, tmp_path):
             assert padded(table[name], width).equal(torch.where(inside, data[key], 0).float())
         assert table["reward"].to_pylist() == data["rewards"].tolist()
         assert table["weight_version"].to_pylist() == [step - 1] * 16
+        assert padded(table["token_version"], width).equal(inside.float() * (step - 1))
         assert sorted(table["sample"].to_pylist()) == sorted([0, 1, 2, 3] * 4)
         # The first of the two optimiser steps is taken by the policy that sampled, the second by another.
         curr, prev = padded(table["curr"], width), padded(table["prev"], width)

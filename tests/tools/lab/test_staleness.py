@@ -106,3 +106,24 @@ def test_the_control_has_the_trainers_log_probs_by_the_weights_that_sampled(tiny
             rollout.data["prev_logprobs"] * (rollout.data["token_mask"] != 0),
         )
         assert metrics["geomask/mismatch_abs"] == 0
+
+
+SURVIVORS = {
+    "denominator": "kept_in_loss",
+    "loss_normalization": "tokens",
+    "masks": [{"log_ratio": "total", "level": "token", "statistic": "ratio_abs", "max": 1.5}],
+}
+
+
+@pytest.mark.parametrize("settings", [{"proximal_policy": "interpolated"}, {"max_token_lag": 1}, SURVIVORS], ids=str)
+def test_settings_that_need_a_loop_of_ones_own(tiny, settings):
+    recipe = tiny(grpo=asynchronous(2, in_flight_weight_updates=True), policy=FLOAT32, loss_fn=settings)
+    *_, (metrics, rollout) = Trainer(recipe, build_loss(recipe.loss_fn)).steps()
+    assert metrics["grad_norm"] > 0 == metrics["skipped_update"]
+    lag = rollout.data["training_weight_version"].unsqueeze(1) - rollout.data["token_weight_versions"]
+    assert torch.equal(lag, rollout.data["weight_age"])
+    if "max_token_lag" in settings:
+        trained = rollout.data["token_mask"] != 0
+        assert metrics["geomask/stale_tokens"] == pytest.approx(float((lag > 1)[trained].float().mean()))
+    if settings is SURVIVORS:
+        assert 0 < metrics["geomask/kept_tokens"] < 1

@@ -47,11 +47,12 @@ def _convert(settings: PeerSettings) -> Conversion:
         yield Assign("ratio_anchor", "gen", "without use_decoupled_loss and recompute_logprob")
     elif settings["actor.use_decoupled_loss"] and any(_R + key in settings for key in _KEYS):
         yield from _rejection(settings)
-    if settings["actor.prox_logp_method"] != "recompute":
-        text = (
-            f"prox_logp_method: {settings['actor.prox_logp_method']}: this package interpolates no log-probs between "
-            "two versions of the policy"
-        )
+    method, reads_prev = settings["actor.prox_logp_method"], settings["actor.m2_threshold"] is not None
+    if method == "loglinear" and not (reads_prev or settings.number("actor.kl_ctl")):
+        yield Assign("proximal_policy", "interpolated", "the batch must have the tokens' versions")
+    elif method != "recompute":
+        reason = " beside a KL in the reward or M2PO" if method == "loglinear" else ""
+        text = f"prox_logp_method: {method} has no counterpart{reason}; π_old is recomputed"
         yield Remark(text, ("prox_logp_method",))
     yield from without_counterpart(
         settings,
