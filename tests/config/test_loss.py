@@ -248,6 +248,7 @@ def test_every_problem_is_listed_at_once():
         ("sapo_tau_neg", "here write options: {tau_neg: …}"),
         ("metrics_level", "here write metrics: full, or for minimal metrics: nemo_rl"),
         ("enable_torch_compile", "here write compile"),
+        ("seq_logprob_error_in_loss", "PR 4171 has it; here write the threshold as max of a mask, {log_ratio: total"),
     ],
 )
 def test_a_setting_of_an_open_pull_request_is_answered_with_ours(key, answer):

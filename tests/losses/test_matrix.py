@@ -59,12 +59,13 @@ RULES = {
 
 
 def _configs():
-    levels = list(LEVELS)
-    return {
-        f"{objective}-{level}-{rule}": {**OBJECTIVES[objective], **LEVELS[level], "masks": RULES[rule]}
-        for (o, objective), level, (r, rule) in itertools.product(enumerate(OBJECTIVES), levels, enumerate(RULES))
-        if (EVERYTHING or levels.index(level) == (o + r) % len(levels)) and (level, rule) != IMPOSSIBLE
-    }
+    configs = {}
+    for (o, objective), (r, rule) in itertools.product(enumerate(OBJECTIVES), enumerate(RULES)):
+        levels = [level for level in LEVELS if (level, rule) != IMPOSSIBLE]
+        for level in levels if EVERYTHING else [levels[(o + r) % len(levels)]]:
+            settings = {**OBJECTIVES[objective], **LEVELS[level], "masks": RULES[rule]}
+            configs[f"{objective}-{level}-{rule}"] = settings
+    return configs
 
 
 CONFIGS = _configs()
@@ -143,7 +144,7 @@ def _on_rank(rank, world, tp, cp, path):
     layouts = _layouts(rank, tp, cp)
     batch, logits, targets = problem()
     flat = {key: value.reshape(-1) for key, value in shift(batch).items()}
-    rows = {key: batch.data[key] for key in ("sample_mask", "rewards")}
+    rows = {key: batch.data[key] for key in ("sample_mask", "rewards", "training_weight_version")}
     logits, targets = logits.view(-1, VOCAB), targets.view(-1)
     covered, errors = {}, {}
     for layout, (where, _, sharded) in layouts.items():
