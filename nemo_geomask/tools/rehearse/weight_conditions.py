@@ -9,9 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_geomask.tools.rehearse.run_outcome import RunEvidence, RunFailure, unmet
+from nemo_geomask.tools.rehearse.weight_groups import KEPT, layer_of
 
-_GROWTH = 3.0  # of a typical token's noise; between the steps of healthy rehearsals it was at most 1.3
+_GROWTH = 3.0  # of a typical token's noise; between the steps of six healthy preflights it grew by up to 1.2 times
 _QUANTISED = ("fp8", "nvfp4")
+_PRECISION_KEYS = (
+    "policy.precision, policy.quant_cfg",
+    "policy.generation.vllm_cfg.precision, policy.generation.quant_cfg",
+)
+_QUANTISE = "quantise the same weights on both sides or on none, or name the precision there"
 
 
 def weights_were_trained(evidence: RunEvidence) -> Iterator[RunFailure]:
@@ -35,17 +41,17 @@ def weights_reached_the_engine(evidence: RunEvidence) -> Iterator[RunFailure]:
     if stale:
         first = stale[0]
         groups = [_with_reason(each, first.get("precision", {})) for each in first["differences"]]
-        listed = list_names(groups)
+        is_rounded = all("rounded" in each for each in groups)
         largest = max(float(each["size"]) for each in first["differences"])
         message = (
             f"after refit {first['refits']} the engine does not hold the trainer's weights: {len(groups)} of "
-            f"{first['groups']} groups differ ({listed}), by up to {largest:.1e} of their size"
+            f"{first['groups']} groups differ ({list_names(groups)}), by up to {largest:.1e} of their size"
         )
         earlier = sum(event["refits"] < first["refits"] for event in comparisons)
         if earlier:
             message += f"; {'it was' if earlier == 1 else 'they were'} the same after {_times(earlier)} before"
         fix = "the sampler keeps old weights: every process of the engine must load every update, for all layers"
-        yield unmet("refit", message, key, fix)
+        yield unmet("refit", message, *((_PRECISION_KEYS[1], _QUANTISE) if is_rounded else (key, fix)))
     worker_counts = evidence.worker_counts
     for earlier_proof, proof, later in zip(worker_counts, worker_counts[1:], worker_counts[2:], strict=False):
         if _weights(earlier_proof) != _weights(proof) and _refits(proof) == _refits(later):
@@ -86,13 +92,12 @@ def list_names(names: Sequence[str], shown: int = 3) -> str:
 
 def precision_is_as_asked(evidence: RunEvidence) -> Iterator[RunFailure]:
     """Require that a side has quantised weights only if the recipe asks for it, and all its routers in one dtype."""
-    keys = "policy.precision, policy.quant_cfg", "policy.generation.vllm_cfg.precision, policy.generation.quant_cfg"
-    for side, asked, key in zip(("trainer", "engine"), evidence.precisions, keys, strict=True):
+    for side, asked, key in zip(("trainer", "engine"), evidence.precisions, _PRECISION_KEYS, strict=True):
         kinds = evidence.weight_precision.get(side, {})
         if (quantised := kinds.get("quantised")) and asked not in _QUANTISED:
             dtypes = ", ".join(sorted(set(quantised.values())))
             message = f"the {side} has quantised {list_names(list(quantised))} ({dtypes}), and the recipe says {asked}"
-            yield unmet("refit", message, key, "quantise on both sides or on none, or write the precision there")
+            yield unmet("refit", message, key, _QUANTISE)
         by_dtype: dict[str, list[str]] = {}
         for group, dtype in kinds.get("routers", {}).items():
             by_dtype.setdefault(dtype, []).append(group)
@@ -103,24 +108,21 @@ def precision_is_as_asked(evidence: RunEvidence) -> Iterator[RunFailure]:
 
 
 def precision_notes(precision: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what only one side has quantised, and in what the routers compute if that is not the same."""
+    """Yield what only one side has quantised, and what the routers compute in if that is not the same."""
     if not precision:
         return
     quantised = {side: kinds["quantised"] for side, kinds in precision.items()}
-    layers = {side: {_layer(group) for group in groups} for side, groups in quantised.items()}
+    layers = {side: {layer_of(group) for group in groups} for side, groups in quantised.items()}
     for side, other in (("engine", "trainer"), ("trainer", "engine")):
-        if alone := [group for group in quantised[side] if _layer(group) not in layers[other]]:
+        if alone := [group for group in quantised[side] if layer_of(group) not in layers[other]]:
             dtypes = ", ".join(sorted({quantised[side][group] for group in alone}))
             yield f"quantised in the {side} only: {list_names(alone)} ({dtypes})"
     if unknown := precision["engine"].get("unknown"):
         yield f"quantised in a layout that can't be summed, and not compared: {list_names(unknown)}"
     routers = {side: ", ".join(sorted(set(kinds["routers"].values()))) for side, kinds in precision.items()}
-    if all(routers.values()) and routers["trainer"] != routers["engine"]:
-        yield f"routers compute in {routers['trainer']} in the trainer and in {routers['engine']} in the engine"
-
-
-def _layer(group: str) -> str:
-    return ".".join(group.split(".")[:2])
+    # A trainer casts its weights, as FSDP does, or names the dtype of its routers, as Megatron does.
+    if all(routers.values()) and routers["trainer"] != routers["engine"] and KEPT not in routers["trainer"]:
+        yield f"routers compute in {routers['trainer']} in the trainer; in the engine: {routers['engine']}"
 
 
 def caches_are_reset(evidence: RunEvidence) -> Iterator[RunFailure]:

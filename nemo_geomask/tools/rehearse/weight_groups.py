@@ -36,6 +36,7 @@ _FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} | dict.fromkey
     ("q_proj", "k_proj", "v_proj"), "qkv_proj"
 )
 """Names of modules that vLLM fuses, and the name that the fused one has there."""
+KEPT = "weights in"  # before the dtype of a router's weights, if the model does not say what the router computes in
 BLOCK = 128  # rows and columns that share a scale in NeMo-RL's fp8 weights
 PART = 1 << 24  # values that are converted at once
 

@@ -16,6 +16,7 @@ from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.tools.rehearse.weight_groups import (
     DECAY,
     ENGINE_DTYPES,
+    KEPT,
     LOG_DECAY,
     Sums,
     dequantised_sums,
@@ -161,7 +162,7 @@ def read_precision(model: Any) -> Precision:
             config = getattr(module, "config", None)  # Megatron's; vLLM's GateLinear has an out_dtype
             dtype = getattr(module, "out_dtype", None) or getattr(config, "moe_router_dtype", None)
             kept = str(dtype or weight.dtype).removeprefix("torch.").replace("fp", "float")
-            precision["routers"][group] = kept if dtype else f"weights in {kept}"
+            precision["routers"][group] = kept if dtype else f"{KEPT} {kept}"
         for parameter in module.parameters(recurse=False):
             dtype = str(parameter.dtype).removeprefix("torch.")
             if parameter.dim() > 1 and dtype not in (*ENGINE_DTYPES, "float64"):

@@ -219,7 +219,7 @@ def test_what_is_asked_for_is_noted_and_a_larger_mismatch_names_it():
     assert errors(**asked) == []
     (found,) = unmet(**asked, mismatch=Mismatch(LIMITS, cause="a larger mismatch", fix="b"))
     assert "quantised in the engine only: layers.0.mlp (float8_e4m3fn)" in found.fix
-    assert "routers compute in float64 in the trainer and in bfloat16 in the engine" in found.fix
+    assert "routers compute in float64 in the trainer; in the engine: bfloat16" in found.fix
 
 
 def test_a_refit_that_is_left_out():
