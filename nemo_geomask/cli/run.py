@@ -10,7 +10,7 @@ from nemo_geomask.errors import ConfigError
 
 EXIT_STATUS = {
     0: "the script ended, or --preflight-only found nothing; if it exits with a status, that is the command's",
-    1: "the preflight found a fault, and stopped the run",
+    1: "the preflight found a fault and stopped the run, or the run ended before it was judged",
     2: "a mistake in the arguments, the recipe or the installation; the script was not started",
 }
 
@@ -90,4 +90,5 @@ def run(arguments: argparse.Namespace) -> int:
     )
     script_arguments = [*script_arguments, *preflight.overrides]
     launch(arguments.script, script_arguments, accept=arguments.accept, before_start=preflight.begin)
+    preflight.require_verdict()
     return 0

@@ -67,14 +67,15 @@ def healthy_limits(
     """
     both_exact = trainer == sampler == "float32"
     limits = HEALTHY["fp8 cache" if fp8_cache else "float32" if both_exact else "bfloat16", experts]
-    return _at_temperature(limits, temperature)
+    return at_temperature(limits, temperature)
 
 
 def update_limits(trainer: str, *, experts: bool, temperature: float = 1.0) -> HealthyLimits:
     """Return the limits of π_θ at a first update against π_old, for a trainer's precision; else as above."""
-    return _at_temperature(UPDATE["float32" if trainer == "float32" else "bfloat16", experts], temperature)
+    return at_temperature(UPDATE["float32" if trainer == "float32" else "bfloat16", experts], temperature)
 
 
-def _at_temperature(limits: HealthyLimits, temperature: float) -> HealthyLimits:
+def at_temperature(limits: HealthyLimits, temperature: float) -> HealthyLimits:
+    """Return limits that were measured at temperature 1 for engines that divide their logits by another one."""
     temperature = temperature if temperature > 0 else 1.0
     return replace(limits, noise=limits.noise / temperature, far_noise=limits.far_noise / temperature)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -79,7 +80,11 @@ class Preflight:
         self._records = Path(str(records)).expanduser()
         self._changes = [] if self._keeps_records else [Change("loss_fn.record", {"dir": str(self._records)})]
         if prompts is not None:
+            _check_prompts(
+                prompts, steps * int(self._facts.number(f"{self._facts.algorithm}.num_prompts_per_step") or 1)
+            )
             self._changes += _read_from(prompts.resolve())
+        self._is_judged = False
         self._patches: list[patch.Patch] = []
         self._started = 0.0
 
@@ -99,11 +104,20 @@ class Preflight:
         self._patches = list(event_hooks.patches(events, after_step=self._after_step))
         patch.apply_all(self._patches)
 
+    def require_verdict(self) -> None:
+        """Exit with status 1 if the run has ended before the last of the steps that were to be judged."""
+        if not self._is_judged:
+            print(
+                f"preflight: NOT JUDGED: the run ended before step {self._steps} was logged; see its log for the reason"
+            )
+            raise SystemExit(1)
+
     def _after_step(self) -> None:
         events = list(read_events(self._folder / _EVENTS))
         steps = {event["step"] for event in events if event["kind"] == "metrics" and "loss" in event["values"]}
         if len(steps) < self._steps:
             return
+        self._is_judged = True
         self._detach()
         outcome = self._judge(events, sorted(steps))
         lines = [f"preflight of {len(steps)} steps", *run_lines(outcome, self._folder), "", *verdict_lines(outcome)]
@@ -167,6 +181,23 @@ class Preflight:
             f"{decode(each.context)[-60:]!r}"
             for each in worst
         ]
+
+
+def _check_prompts(prompts: Path, needed: int) -> None:
+    """Raise ConfigError if a file of prompts has too few lines, or one without ``input`` and ``output``."""
+    lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    for number, line in enumerate(lines, 1):
+        try:
+            is_prompt = {"input", "output"} <= set(json.loads(line))
+        except (ValueError, TypeError):
+            is_prompt = False
+        if not is_prompt:
+            raise ConfigError(f"--prompts: line {number} of {prompts} must be a JSON object with input and output")
+    if len(lines) < needed:
+        raise ConfigError(
+            f"--prompts: {prompts} has {len(lines)} prompts, and the preflight's steps take {needed} "
+            "(num_prompts_per_step); add prompts, or judge fewer steps (--preflight N)"
+        )
 
 
 def _read_from(prompts: Path) -> list[Change]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nemo_geomask.tools.check import RecipeFacts
-from nemo_geomask.tools.rehearse.healthy_limits import HealthyLimits
+from nemo_geomask.tools.rehearse.healthy_limits import HealthyLimits, at_temperature
 
 USUAL: Mapping[tuple[str, bool], tuple[float, str]] = {
     # By the engine's precision and whether the model has experts: the largest usual gen_kl_error (k3, nats a token),
@@ -45,4 +45,5 @@ def usual_limits(facts: RecipeFacts, *, experts: bool) -> HealthyLimits:
     k3, source = USUAL[lowest, experts]
     kind = "a mixture of experts" if experts else "a dense model"
     of = f"{kind}, {pair[0]} trainer and {pair[1]} engine ({source})"
-    return HealthyLimits(noise=_NOISE[lowest], far=_FAR if lowest == "bfloat16" else 0.25, of=of, k3=_MARGIN * k3)
+    limits = HealthyLimits(noise=_NOISE[lowest], far=_FAR if lowest == "bfloat16" else 0.25, of=of, k3=_MARGIN * k3)
+    return at_temperature(limits, facts.temperature)

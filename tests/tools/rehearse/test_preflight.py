@@ -138,13 +138,28 @@ def test_records_of_the_recipe_go_on(begun, tmp_path):
 
 def test_fixed_prompts_are_read_in_order(begun, recipe, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"input": "a", "output": "b"}\n', encoding="utf-8")
+    prompts.write_text('{"input": "a", "output": "b"}\n' * 4, encoding="utf-8")
     overrides = begun(always_stops=True, prompts=prompts).overrides
     data = RecipeFacts.from_recipe(read_recipe(recipe, overrides))
     assert (data.get("data.train.data_path"), data.get("data.shuffle")) == (str(prompts), False)
     assert data.get("data.default.env_name") == "math"
     with pytest.raises(ConfigError, match="takes --preflight-only"):
         begun(prompts=prompts)
+    with pytest.raises(ConfigError, match="has 4 prompts, and the preflight's steps take 6"):
+        begun(always_stops=True, prompts=prompts, steps=3)
+    prompts.write_text('{"input": "a", "output": "b"}\n"a"', encoding="utf-8")
+    with pytest.raises(ConfigError, match="line 2 of .* must be a JSON object with input and output"):
+        begun(always_stops=True, prompts=prompts)
+
+
+def test_a_run_that_ends_too_early_is_not_judged(begun, capsys):
+    made = start(begun)
+    begun.step(1)
+    with pytest.raises(SystemExit):
+        made.require_verdict()
+    assert "NOT JUDGED: the run ended before step 2" in capsys.readouterr().out
+    begun.step(2)
+    made.require_verdict()
 
 
 def test_a_run_that_can_not_be_judged_is_refused(recipe, tmp_path):
@@ -171,6 +186,7 @@ def test_the_command_takes_its_options_after_the_script(recipe, tmp_path, monkey
 
     monkeypatch.setattr(launch, "launch", launched)
     script = ["run", "run_grpo.py", "--config", recipe, "grpo.seed=1"]
+    monkeypatch.setattr(preflight.Preflight, "require_verdict", lambda self: None)
     assert main(script) == main([*script, "--preflight", "--out", str(tmp_path / "out")]) == 0
     assert [call.begins for call in calls] == [False, True]
     assert calls[0].arguments == script[2:]
