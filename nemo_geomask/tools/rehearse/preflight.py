@@ -31,6 +31,7 @@ from nemo_geomask.tools.rehearse.run_report import run_lines, verdict_lines
 from nemo_geomask.tools.rehearse.setting_changes import Change
 
 _EVENTS = "events.jsonl"
+_FORMAT = ("prompt_file", "system_prompt_file", "processor", "env_name")  # of a data set: its template and reward
 _WORST = 5  # tokens that are printed
 
 
@@ -83,7 +84,7 @@ class Preflight:
             _check_prompts(
                 prompts, steps * int(self._facts.number(f"{self._facts.algorithm}.num_prompts_per_step") or 1)
             )
-            self._changes += _read_from(prompts.resolve())
+            self._changes += _read_from(prompts.resolve(), self._facts)
         self._is_judged = False
         self._patches: list[patch.Patch] = []
         self._started = 0.0
@@ -200,9 +201,11 @@ def _check_prompts(prompts: Path, needed: int) -> None:
         )
 
 
-def _read_from(prompts: Path) -> list[Change]:
-    """Return the changes by which NeMo-RL takes its prompts, in order, from a file."""
+def _read_from(prompts: Path, facts: RecipeFacts) -> list[Change]:
+    """Return the changes by which NeMo-RL takes its prompts, in order, from a file; it formats them as the recipe's."""
+    kept = {key: facts.get(f"data.train.{key}") for key in _FORMAT}
     train = {"dataset_name": "ResponseDataset", "data_path": str(prompts), "input_key": "input", "output_key": "output"}
+    train |= {key: value for key, value in kept.items() if value is not None}
     values: dict[str, Any] = {"data.train": {**train, "split_validation_size": 0}, "data.shuffle": False}
     values |= {"data.use_multiple_dataloader": False, "data.validation": None}
     return [Change(key, value, delete=key == "data.train") for key, value in values.items()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from nemo_geomask.cli import main
@@ -23,6 +24,8 @@ if __name__ == "__main__":
         status = main(["run", *sys.argv[1:]])
     except SystemExit as end:
         status = int(end.code or 0)
+    except BaseException:  # os._exit would hide it
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
