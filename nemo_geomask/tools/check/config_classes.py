@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.recipe.input_limits import parse_python, read_source
-from nemo_geomask.tools.check.value_types import ANYTHING, AnyOf, ListOf, OneOf, Open, Scalar, Section, ValueType
+from nemo_geomask.tools.check.value_types import (
+    ANYTHING,
+    BOUNDS,
+    AnyOf,
+    ListOf,
+    OneOf,
+    Open,
+    Scalar,
+    Section,
+    ValueType,
+)
 
 _MASTER_MODULES = {
     "async_rl": "nemo_rl.algorithms.single_controller_utils.config",
@@ -45,8 +55,8 @@ _CLASS = re.compile(r"^class (\w+)\(([^:]*?)\):[^\n]*\n((?:[ \t]+[^\n]*\n|[ \t]*
 _IMPORT = re.compile(r"^from (nemo_rl[\w.]*) import (?:\(([^)]*)\)|([^(\n]*))", re.MULTILINE)
 _SCALARS = {
     **{name: Scalar(name) for name in ("int", "float", "str", "bool")},
-    **dict.fromkeys(("PositiveInt", "NonNegativeInt"), Scalar("int")),
-    **dict.fromkeys(("PositiveFloat", "NonNegativeFloat"), Scalar("float")),
+    **{f"Positive{name.title()}": Scalar(name, (("gt", 0.0),)) for name in ("int", "float")},
+    **{f"NonNegative{name.title()}": Scalar(name, (("ge", 0.0),)) for name in ("int", "float")},
     "None": OneOf((None,)),
 }
 _CONTAINERS = {
@@ -177,7 +187,7 @@ class _Source:
         for statement in parse_python(f"class _:\n{body}").body[0].body:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 key = statement.target.id
-                fields[key] = self._type(statement.annotation, module)
+                fields[key] = _bounded(self._type(statement.annotation, module), statement.value)
                 may_be_missing = statement.value is not None if is_model else not is_total
                 (required.discard if may_be_missing or _is_not_required(statement.annotation) else required.add)(key)
         return Section(name, fields, frozenset(required), is_model)
@@ -205,13 +215,23 @@ class _Source:
         if name == "Union":
             return AnyOf.of(*(self._type(argument, module) for argument in arguments))
         if name in _WRAPPERS:
-            return self._type(arguments[0], module)
+            return _bounded(self._type(arguments[0], module), *arguments[1:])
         container = _CONTAINERS.get(name)
         if isinstance(container, ListOf) and name in ("list", "List", "Sequence"):
             return ListOf(self._type(arguments[0], module))
         if isinstance(container, Open):
             return Open(self._type(arguments[-1], module))
         return container or ANYTHING
+
+
+def _bounded(value_type: ValueType, *nodes: ast.expr | None) -> ValueType:
+    """Return a type with the bounds that pydantic's ``Field`` sets on its numbers."""
+    keywords = [keyword for node in nodes if isinstance(node, ast.Call) for keyword in node.keywords]
+    bounds = tuple((each.arg, _constant(each.value)) for each in keywords if each.arg in BOUNDS)
+    if isinstance(value_type, AnyOf):
+        return AnyOf(tuple(_bounded(member, *nodes) for member in value_type.members))
+    is_number = isinstance(value_type, Scalar) and value_type.name in ("int", "float")
+    return Scalar(value_type.name, bounds) if is_number and bounds else value_type  # type: ignore[attr-defined]
 
 
 def _constant(node: ast.expr) -> Any:

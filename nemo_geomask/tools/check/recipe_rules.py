@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from nemo_geomask.config.loss_config import LossConfig
@@ -11,7 +12,7 @@ from nemo_geomask.hosts.nemo_rl.facts import LOSS_FIELDS
 from nemo_geomask.tools.check.config_classes import generation_section, master_section
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
-from nemo_geomask.tools.check.setting_author import nearest_to_user, nemo_rl_files
+from nemo_geomask.tools.check.setting_author import nearest_to_user, nemo_rl_files, user_keys
 from nemo_geomask.tools.check.value_types import RefusedValue, mismatches
 
 
@@ -61,6 +62,7 @@ def _unresolved_value(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(key, f"its value is unknown on this machine, so it was not checked: {reason}")
 
 
+_NUMBER = re.compile(r"[-+]?\d+\.?\d*(e[-+]?\d+)?", re.IGNORECASE)
 _SOURCE = "NeMo-RL `MasterConfig` of the algorithm, which is validated from v0.7.0 on"
 
 
@@ -106,6 +108,10 @@ def _wrong_type(facts: RecipeFacts) -> Iterator[Hit]:
             f"{shown if len(shown) < 60 else shown[:57] + '...'}: NeMo-RL takes {expected} at this place",
             fix={key: {"enabled": value}} if is_switch else {},
         )
+    for key, _ in user_keys(facts):
+        value = facts.get(key)
+        if isinstance(value, str) and "kwargs." in key and _NUMBER.fullmatch(value):
+            yield Hit(key, f"'{value}': a text, but a number is meant", fix={key: float(value)})
     if empty:
         further = f", and so are {', '.join(empty[1:])}" if empty[1:] else ""
         yield Hit(empty[0], f"null{further}: NeMo-RL takes a value here; set it, or start with overrides that do")

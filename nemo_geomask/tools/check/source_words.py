@@ -108,10 +108,11 @@ def _parsed(text: str) -> ast.Module:
 @functools.cache
 def _constant(checkout: Path, name: str) -> tuple[tuple[str, ...], bool]:
     """Return the words of a constant or an ``Enum``, and True if no function adds to it."""
-    definition = re.compile(rf"^(class )?{name}\b[^\n]*[=:]", re.MULTILINE)
+    definition = re.compile(rf"^ *(class )?{name}\b[^\n]*[=:]", re.MULTILINE)
     texts = [text for text in source_texts(checkout).values() if name in text]
     trees = [_parsed(text) for text in texts if definition.search(text)]
-    words = tuple(word for tree in trees for node in tree.body for word in _words_of_definition(node, name))
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    words = tuple(word for node in nodes for word in _words_of_definition(node, name))
     return words, not any(re.search(rf"\b{name}\[\w+\] =", text) for text in texts)
 
 
@@ -222,6 +223,8 @@ class _SourceModule:
     def _words(self, node: ast.expr) -> tuple[tuple[str, ...], bool]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "keys":
             node = node.func.value
+        if isinstance(node, ast.Attribute):
+            node = ast.Name(node.attr)
         if isinstance(node, ast.Name) and node.id not in self.constants:
             is_constant = node.id[:1].isupper() and len(node.id) > 1
             return _constant(self.checkout, node.id) if is_constant else ((), False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ class ValueType:
 
 ANYTHING = ValueType()
 
+BOUNDS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
+"""Bounds of pydantic's ``Field``, in words."""
 _SCALAR_NAMES = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"}
 _BOOLEAN_TEXTS = {"true", "false", "yes", "no", "on", "off", "0", "1", "t", "f", "y", "n"}
 
@@ -33,6 +36,7 @@ class Scalar(ValueType):
     """Number, text or switch: ``int``, ``float``, ``str`` or ``bool``."""
 
     name: str
+    bounds: tuple[tuple[str, float], ...] = ()  # pydantic's name of a comparison, such as ``gt``, and its number
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,9 @@ class AnyOf(ValueType):
 def mismatches(expected: ValueType, value: Any, key: str) -> Iterator[RefusedValue]:
     """Yield what a type refuses in a value at a dotted key."""
     match expected:
-        case Scalar(name) if not _is_scalar(name, value):
+        case Scalar(name, bounds) if not (
+            _is_scalar(name, value) and all(getattr(operator, test)(float(value), bound) for test, bound in bounds)
+        ):
             yield RefusedValue(key, _describe(expected))
         case OneOf(values) if not any(type(value) is type(allowed) and value == allowed for allowed in values):
             yield RefusedValue(key, _describe(expected))
@@ -115,8 +121,8 @@ def mismatches(expected: ValueType, value: Any, key: str) -> Iterator[RefusedVal
 def _describe(expected: ValueType) -> str:
     """Return a description of what a type accepts, for error messages."""
     match expected:
-        case Scalar(name):
-            return _SCALAR_NAMES[name]
+        case Scalar(name, bounds):
+            return _SCALAR_NAMES[name] + " and".join(f" {BOUNDS[test]} {bound:g}" for test, bound in bounds)
         case OneOf(values):
             return " or ".join("null" if value is None else as_yaml(value) for value in values)
         case AnyOf(members):

@@ -78,7 +78,11 @@ def _misspelt_word(facts: RecipeFacts) -> Iterator[Hit]:
         if value in candidates or (accepted and value not in accepted):
             continue
         if _IMPORT.fullmatch(value):
-            candidates = words_in_recipes(facts.nemo_rl).get(key.rpartition(".")[2], ()) if _lacks_name(value) else ()
+            if not _lacks_name(value, facts.nemo_rl):
+                continue
+            candidates = words_in_recipes(facts.nemo_rl).get(key.rpartition(".")[2], ())
+            if value.partition(".")[0] in ("nemo_rl", "examples") and not _nearest(value, candidates, cutoff=_NEAR):
+                yield Hit(key, f"{value}: NeMo-RL has no such name; give the path of one that can be imported")
         nearest = _nearest(value, candidates, cutoff=_NEAR)
         nearest = nearest or [word for word in sorted(candidates) if word.startswith(value) and len(value) > 2][:1]
         if nearest:
@@ -91,11 +95,12 @@ def _nearest(value: str, words: Collection[str], cutoff: float) -> list[str]:
     return [by_lower[word] for word in difflib.get_close_matches(value.lower(), by_lower, n=1, cutoff=cutoff)]
 
 
-def _lacks_name(path: str) -> bool:
-    """Return True if an installed package does not have an import path, or its package is not installed."""
+def _lacks_name(path: str, checkout: Path) -> bool:
+    """Return True if NeMo-RL or an installed package does not have an import path, or its package is not installed."""
     package, *modules, name = path.split(".")
-    spec = importlib.util.find_spec(package)
+    spec = None if (checkout / package).is_dir() else importlib.util.find_spec(package)
     place = Path(next(iter(spec.submodule_search_locations or [""]), "")) if spec else None
+    place = checkout / package if (checkout / package).is_dir() else place
     if place is None:
         return True
     for module in modules:

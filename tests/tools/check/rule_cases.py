@@ -103,7 +103,7 @@ TRUNCATED = {
     "loss_fn.truncated_importance_sampling_ratio": 1.002,
 }
 
-SINGLE = {"async_rl.min_groups_for_streaming_train": 4}
+SINGLE = {"async_rl.min_groups_for_streaming_train": 4, "data_plane.enabled": True}
 SINGLE_FITS = {**SINGLE, "policy.train_global_batch_size": 512}
 SHAPED = {
     "grpo.reward_shaping.overlong_buffer_length": 128,
@@ -204,6 +204,16 @@ SCALED = {"enabled": True, "source_min": 0.0, "source_max": 1.0, "target_min": 0
 LEFT_OUT = {"name": "grpo", "normalize_rewards": True, "use_leave_one_out_baseline": True}
 THRESHOLD_OF_STOP = "grpo.stop_at_validation_threshold"
 GYM = "env.should_use_nemo_gym"
+ROUTER = "async_rl.generation_router"
+READY_FIRST = {**SINGLE_FITS, "async_rl.sampler.name": "ready_first"}
+PPO_AGE = "ppo.async_ppo.max_trajectory_age_steps"
+GYM_FITS = {
+    GYM: True,
+    **{f"policy.generation.vllm_cfg.{name}": True for name in ("async_engine", "expose_http_server")},
+}
+OPTIMIZER = "policy.megatron_cfg.optimizer"
+_YARN = ("original_max_position_embeddings", "mscale", "mscale_all_dim")
+MEGATRON_YARN = {**MEGATRON, **{f"policy.hf_config_overrides.rope_scaling.{name}": 1 for name in _YARN}}
 SAVE_FORMAT = "checkpointing.model_save_format"
 PER_LOADER = "data.num_prompts_per_dataloader"
 SPLIT = "data.train.split_validation_size"
@@ -623,12 +633,29 @@ CASES = {
                 ({**DTENSOR, "policy.dtensor_cfg.dp_replicate_size": 2}, {"policy.dtensor_cfg._v2": True}),
                 ({**DTENSOR, **SAVED, SAVE_FORMAT: "safetensors"}, {SAVE_FORMAT: None}),
                 ({**DTENSOR, **SAVED, SAVE_FORMAT: "safetensors"}, V2),
-                ({"grpo.invalid_tool_call_advantage": -5.0}, {GYM: True}),
-                ({"reward_penalties.penalize_empty_final_answer": True}, {GYM: True}),
-                ({"async_rl.sampler.name": "ready_first", BATCH: 512}, {CORRECT: True}),
-                ({"async_rl.sampler.name": "ready_first", BATCH: 512, CORRECT: True, FORCED: True}, {FORCED: False}),
+                ({"grpo.invalid_tool_call_advantage": -5.0}, GYM_FITS),
+                ({"reward_penalties.penalize_empty_final_answer": True}, GYM_FITS),
+                ({**READY_FIRST}, {CORRECT: True}),
+                ({**READY_FIRST, CORRECT: True, FORCED: True}, {FORCED: False}),
+                ({**SINGLE_FITS, "data_plane.enabled": False}, {"data_plane.enabled": True}),
+                ({**SINGLE_FITS, "grpo.val_period": 5}, {"grpo.val_period": 0}),
+                ({**SINGLE_FITS, f"{ROUTER}.enabled": True}, {f"{ROUTER}.enabled": False}),
                 (
-                    {"async_rl.x": 1, BATCH: 512, "data.use_multiple_dataloader": True},
+                    {**SINGLE_FITS, f"{ROUTER}.port_range_low": 9, f"{ROUTER}.port_range_high": 8},
+                    {f"{ROUTER}.port_range_low": 7},
+                ),
+                ({"ppo.async_ppo.warmup_generation_lead_steps": 1, PPO_AGE: 2}, {PPO_AGE: 1}),
+                ({GYM: True}, GYM_FITS),
+                ({"policy.generation.refit_transport": "nixl"}, {"policy.generation.colocated.enabled": False}),
+                (
+                    {**MEGATRON, f"{OPTIMIZER}.optimizer_cpu_offload": True},
+                    {f"{OPTIMIZER}.optimizer_cpu_offload": False},
+                ),
+                ({**DTENSOR, "policy.hf_config_overrides.rope_scaling.rope_type": "yarn"}, MEGATRON_YARN),
+                ({"data.use_multiple_dataloader": True, PER_LOADER: 5}, {PER_LOADER: 8}),
+                ({**CARDS, "cluster.segment_size": 3}, {"cluster.segment_size": 2}),
+                (
+                    {"async_rl.x": 1, BATCH: 512, "data.use_multiple_dataloader": True, "data_plane.enabled": True},
                     {"async_rl": None, PER_LOADER: 8},
                 ),
                 ({"data.use_multiple_dataloader": True}, {PER_LOADER: 8}),
