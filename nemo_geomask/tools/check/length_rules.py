@@ -28,7 +28,6 @@ _NOTABLE_FRACTION = 0.15  # of a GPU's memory, from which on logits are reported
 # A mask that is expected to keep less is reported. The limit is below a half, since useful bounds may keep about half:
 # the mismatch study's 0.999 and 1.002 are as far from 1 as the expected mean.
 _MIN_KEPT_FRACTION = 0.25
-_BATCH = "policy.train_global_batch_size"
 _ASSUMPTION = "(assuming independent tokens and normal log-ratios)"
 
 
@@ -109,19 +108,6 @@ def _every_batch_vetoed(facts: RecipeFacts) -> Iterator[Hit]:
             f"{veto.max:g} is below the expected mean mismatch KL of {facts.mismatch_kl:g} nats per token, so hardly "
             "any batch would be trained on; {fix}, as in the mismatch study, or higher",
             fix={"loss_fn.batch_veto.max": max(0.1, 2 * facts.mismatch_kl)},
-        )
-
-
-@rule("GM306", "error", "NeMo-RL `shard_by_batch_size`")
-def _indivisible_rollouts(facts: RecipeFacts) -> Iterator[Hit]:
-    """Rollout batch that is not a multiple of the training batch."""
-    batch = facts.number(_BATCH)
-    if facts.rollout_size and batch and facts.rollout_size % batch:
-        yield Hit(
-            _BATCH,
-            f"{batch:g} does not divide the rollout batch of num_prompts_per_step x num_generations_per_prompt = "
-            f"{facts.rollout_size}",
-            fix={_BATCH: next(size for size in range(max(1, int(batch)), 0, -1) if facts.rollout_size % size == 0)},
         )
 
 

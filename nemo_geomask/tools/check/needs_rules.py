@@ -22,7 +22,7 @@ _COMPARISONS: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
     "least": (operator.ge, "is below"),
     "below": (operator.lt, "is not below"),
     "most": (operator.le, "exceeds"),
-    "divides": (lambda number, whole: number > 0 and whole % number == 0, "does not divide"),
+    "divides": (lambda number, whole: number <= 0 or whole % number == 0, "does not divide"),
 }
 """Comparison of a number with its bound, and what to say where it is false."""
 _NULL = {"set": False}
@@ -104,6 +104,9 @@ def _outside(key: str, required: Mapping[str, Any], facts: RecipeFacts) -> tuple
         words = f"{_COMPARISONS[test][1]} {f'{bound}: ' if isinstance(bound, str) else ''}{limit:g}"
         if bound == 1 and test == "most" and number <= 100:
             return words, {key: number / 100}
+        if test == "divides" and limit >= 1:
+            divisors = range(max(1, int(min(number, limit, 10**6))), 0, -1)
+            return words, {key: next(size for size in divisors if limit % size == 0)}
         is_allowed = isinstance(bound, str) and test in ("least", "most")
         return words, {key: _value(str(bound), facts)} if is_allowed else {}
     return f"is not {' or '.join(_as_list(next(iter(required.values()))))}", {}
