@@ -145,6 +145,8 @@ def _settings(loss: Described) -> Iterator[tuple[str, Any]]:
     if rejections:
         yield _RC + "rollout_rs", ",".join(option for option, _ in rejections)
         yield _RC + "rollout_rs_threshold", ",".join(bound for _, bound in rejections)
+        if config.normalization == "tokens":
+            yield "trainer.use_v1", config.denominator != "kept"
     if config.normalization == "constant":
         yield _ACTOR + "loss_agg_mode", "seq-mean-token-sum-norm"
         yield _ACTOR + "loss_scale_factor", config.loss_normalization_constant

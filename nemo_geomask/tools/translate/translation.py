@@ -51,6 +51,21 @@ class Translation:
     from_defaults: Mapping[str, Any]  # settings of the loss that the files do not contain, with the system's defaults
     loss_settings: Mapping[str, Any]  # settings of the loss that the files contain, by full name
 
+    @property
+    def switched_off(self) -> dict[str, Any]:
+        """NeMo-RL's own settings that the block needs off; a recipe that the user's inherits could set them."""
+        off: dict[str, Any] = {}
+        for key, field in LossConfig.model_fields.items():
+            extra = field.json_schema_extra
+            source = str(extra.get("source", "")) if isinstance(extra, dict) else ""
+            if source.startswith("NeMo-RL") and not source.startswith("NeMo-RL PR") and field.default in (False, None):
+                off[key] = field.default
+        if not self.loss_fn.get("use_importance_sampling_correction"):
+            off = {key: value for key, value in off.items() if not key.startswith("truncated_")}
+        if self.loss_fn.get("loss_normalization") not in (None, "tokens"):
+            off["token_level_loss"] = False
+        return {key: value for key, value in off.items() if key not in self.loss_fn}
+
     def yaml(self) -> str:
         """Return the block with its comments."""
         lines = [*_comment(f"From {self.peer.title} ({self.peer.source})."), "loss_fn:"]
@@ -63,6 +78,11 @@ class Translation:
                 continue
             lines += _comment(self.notes.get(key, ""), "  ")
             lines.append(f"  {key}: {inline_yaml(value)}")
+        if off := self.switched_off:
+            lines += _comment(
+                f"Off in {self.peer.name}, but perhaps not in the recipe from which yours inherits:", "  "
+            )
+            lines += [f"  {key}: {inline_yaml(value)}" for key, value in off.items()]
         comments = [f"NOT EXPRESSED: {text}" for text in self.not_expressed]
         comments += [f"Remains different: {text}" for text in self.differences]
         comments += [f"{key}: in NeMo-RL {place}." for key, place in self.outside_loss_fn.items()]

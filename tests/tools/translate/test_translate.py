@@ -16,8 +16,11 @@ RC = "algorithm.rollout_correction"
 
 
 def parsed_block(translation):
-    """Return the block, parsed from the YAML output."""
-    return yaml.safe_load(translation.yaml())["loss_fn"]
+    """Return the block, parsed from the YAML output, without what it only keeps off."""
+    block = yaml.safe_load(translation.yaml())["loss_fn"]
+    assert block == {**translation.loss_fn, **translation.switched_off}
+    LossConfig(**block)
+    return {key: value for key, value in block.items() if key not in translation.switched_off}
 
 
 @pytest.mark.parametrize("peer", PEERS)
@@ -41,7 +44,9 @@ def test_bounds_of_k1_are_inverted_and_say_so():
     translation = translate(settings)
     assert translation.loss_fn["masks"] == [{"preset": "geometric", "min": 0.25, "max": 2.0}]
     assert "of 1/ρ" in translation.notes["masks[0]"]
-    assert translation.loss_fn["denominator"] == "kept"
+    # The divisor of a token mean counts rejected tokens in verl's v1 trainer, not in the one before.
+    assert "denominator" not in translation.loss_fn
+    assert translate({**settings, "trainer.use_v1": False}).loss_fn["denominator"] == "kept"
     text = translation.yaml()
     assert text.index("of 1/ρ") < text.index("preset: geometric")
 

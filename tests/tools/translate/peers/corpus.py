@@ -103,7 +103,8 @@ def sample(files: dict[str, Any], peer: str) -> dict[str, dict[str, Any]]:
     chosen: dict[str, dict[str, Any]] = {}
     for name, entry in files.items():
         settings = {key: value for key, value in entry.get("settings", {}).items() if key.startswith(runnable)}
-        if entry["status"] == 0 and settings not in chosen.values():
+        needs_versions = "proximal_policy" in entry.get("loss_fn", {})  # which the random batches don't have
+        if entry["status"] == 0 and not needs_versions and settings not in chosen.values():
             chosen[name] = settings
     return chosen
 

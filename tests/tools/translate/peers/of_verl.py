@@ -89,6 +89,12 @@ CASES: dict[str, dict[str, Any]] = {
     "bypass reinforce, two rules": _rs(
         "token_k2,seq_max_k3", "0.02,0.3", bypass_mode=True, loss_type="reinforce", rollout_is="token"
     ),
+    "before v1, token rule": {**_rs("token_k1", "0.8_1.1"), "trainer.use_v1": False},
+    "before v1, sequence rule, KL": {
+        **_rs("seq_mean_k1", "0.97_1.005"),
+        **_actor(use_kl_loss=True, kl_loss_coef=0.05),
+        "trainer.use_v1": False,
+    },
     "bypass reinforce, no weight": _rc(bypass_mode=True, loss_type="reinforce"),
     **{
         f"KL {kind}": _actor(use_kl_loss=True, kl_loss_coef=0.05, kl_loss_type=kind)
@@ -111,7 +117,7 @@ class _Proto:
         return SimpleNamespace(batch=tensors)
 
 
-RUNNABLE = ("algorithm.rollout_correction.", "actor_rollout_ref.actor.")
+RUNNABLE = ("algorithm.rollout_correction.", "actor_rollout_ref.actor.", "trainer.use_v1", "program")
 """Beginnings of the settings that ``loss`` takes."""
 
 
@@ -141,12 +147,15 @@ def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tupl
                     rc[key.removeprefix(RC)] = value
                 elif key.startswith(ACTOR + "policy_loss."):
                     actor.policy_loss[key.removeprefix(ACTOR + "policy_loss.")] = value
-                else:
+                elif key.startswith(ACTOR):
                     actor[key.removeprefix(ACTOR)] = value
             rc = {key: value for key, value in rc.items() if key in rc_defaults}
             tensors = batch.double()
             mask, weights, mode = tensors["mask"], None, actor.policy_loss["loss_mode"]
-            if rc["bypass_mode"]:
+            is_v1 = settings.get("trainer.use_v1", True) and settings.get("program") in (None, "main_ppo")
+            if rc["bypass_mode"] and is_v1 and "program" in settings:
+                old = tensors["gen"]  # its main program reads nothing else of the section
+            elif rc["bypass_mode"]:
                 mode, old = "bypass_mode", tensors["gen"]
                 actor.policy_loss["rollout_correction"] = rc
             else:
@@ -158,7 +167,8 @@ def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tupl
                 weights = None if found is None else found.batch["rollout_is_weights"]
             actor["global_batch_info"] = {
                 "dp_size": 1,
-                "batch_num_tokens": mask.sum(),
+                # The v1 trainer counts the tokens of loss_mask, from which rejection takes nothing.
+                "batch_num_tokens": (tensors["mask"] if is_v1 else mask).sum(),
                 "global_batch_size": ROWS,
                 "loss_scale_factor": actor.loss_scale_factor,
             }

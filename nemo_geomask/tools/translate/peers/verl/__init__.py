@@ -25,6 +25,7 @@ from nemo_geomask.tools.translate.peers.verl.settings import (
     RC,
     ROLLOUT,
     TRANSFORMER,
+    runs_v1,
 )
 
 
@@ -40,13 +41,15 @@ def _convert(settings: PeerSettings) -> Conversion:
         text = "use_rollout_log_probs: some versions of verl take the rollout's log-probs as old ones; set bypass_mode"
         yield Remark(text, (ACTOR + "use_rollout_log_probs",))
     program = settings[PROGRAM]
-    if bypass and program is not None and not is_plain_bypass(settings, mode):
+    is_run = runs_v1(settings) and program is not None
+    follows_v1 = mode in LOSS_MODES and settings["trainer.use_v1"] and (mode != "vanilla" or is_run)
+    if bypass and program is not None and not follows_v1 and not is_plain_bypass(settings, mode):
         text = (
             "bypass_mode: verl's documentation and its programs differ in the effect of rollout_is, rollout_rs, "
             f"loss_type and loss_mode: {mode}; the block follows the documentation"
         )
         yield Remark(text, (RC + "bypass_mode",))
-    if bypass and mode in LOSS_MODES and mode != "vanilla" and settings["trainer.use_v1"]:
+    if bypass and follows_v1:
         yield from convert_bypass_in_v1(settings, mode)
     elif bypass or mode == "bypass_mode":
         mode = "bypass_mode"

@@ -20,7 +20,7 @@ from nemo_geomask.tools.translate.peer_table import (
     without_counterpart,
 )
 from nemo_geomask.tools.translate.peers.verl.loss_settings import LOSS_MODES, convert_vanilla, effective_aggregation
-from nemo_geomask.tools.translate.peers.verl.settings import ACTOR, RC
+from nemo_geomask.tools.translate.peers.verl.settings import ACTOR, RC, runs_v1
 
 _LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "sequence_mean", "seq_max": "sequence_max"}
 _PRESETS_OF_K1 = {"token": "icepop", "sequence": "product", "sequence_mean": "geometric"}
@@ -36,11 +36,6 @@ def convert_decoupled(settings: PeerSettings, mode: str) -> Conversion:
         yield from convert_weight(settings)
         if settings[RC + "rollout_is_batch_normalize"]:
             yield Assign("is_correction_batch_normalize", True)
-            if settings[RC + "rollout_rs"] is not None:
-                yield Remark(
-                    "rollout_is_batch_normalize: verl takes the mean over all tokens, this package over the kept ones",
-                    ("rollout_is_batch_normalize",),
-                )
     masks = list(convert_rejection(settings, "mismatch"))
     yield from masks
     if not any(isinstance(line, Assign) for line in masks):
@@ -48,7 +43,9 @@ def convert_decoupled(settings: PeerSettings, mode: str) -> Conversion:
     has_token_rule = any(
         str(option).strip().startswith("token") for option in str(settings[RC + "rollout_rs"]).split(",")
     )
-    if effective_aggregation(settings, mode) == "token-mean" or has_token_rule:
+    # The v1 trainer divides a token mean by the tokens of loss_mask, from which rejection takes nothing.
+    counts_rejected = runs_v1(settings) and effective_aggregation(settings, mode) == "token-mean"
+    if not counts_rejected and (effective_aggregation(settings, mode) == "token-mean" or has_token_rule):
         yield Assign("denominator", "kept", "verl removes what it rejects from the response mask before the step")
         if effective_aggregation(settings, mode) != "token-mean":
             yield Remark(
@@ -60,11 +57,13 @@ def convert_decoupled(settings: PeerSettings, mode: str) -> Conversion:
                 "rollout_rs: verl computes a sequence's weight from all its tokens, this package from the kept ones",
                 ("rollout_rs",),
             )
+        if level is not None and settings[RC + "rollout_is_batch_normalize"]:
+            yield Remark(
+                "rollout_is_batch_normalize: verl takes the mean over all tokens, this package over the kept ones",
+                ("rollout_is_batch_normalize",),
+            )
     elif settings[ACTOR + "use_kl_loss"]:
-        yield Remark(
-            "use_kl_loss: verl removes rejected sequences from the KL term, too; here masks act on the surrogate only",
-            ("use_kl_loss",),
-        )
+        yield Assign("kl_tokens", "kept", "verl removes what it rejects from the KL term, too")
 
 
 def convert_weight(settings: PeerSettings) -> Conversion:

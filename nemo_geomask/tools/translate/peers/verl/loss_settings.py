@@ -13,7 +13,7 @@ from nemo_geomask.tools.translate.peer_table import (
     convert_value,
     without_counterpart,
 )
-from nemo_geomask.tools.translate.peers.verl.settings import ACTOR
+from nemo_geomask.tools.translate.peers.verl.settings import ACTOR, runs_v1
 
 
 def _clip_bounds(settings: PeerSettings) -> tuple[float, float]:
@@ -44,7 +44,10 @@ def _gmpo(settings: PeerSettings) -> Conversion:
     yield Assign("name", "gmpo")
     yield Assign("ratio_clip_min", 1 - math.exp(-low), note)
     yield Assign("ratio_clip_max", math.exp(high) - 1, note)
-    yield Remark("verl's geo_mean averages over the sequences of each microbatch, this package over those of the step.")
+    yield Remark(
+        "verl's geo_mean adds up means over the sequences of each microbatch, this package takes one over those of a "
+        "step; so its policy loss is as many times larger, beside the KL, as a step has microbatches on a rank."
+    )
 
 
 def _sapo(settings: PeerSettings) -> Conversion:
@@ -119,6 +122,10 @@ def convert_normalization(settings: PeerSettings, mode: str) -> Conversion:
         yield Remark(text, ("loss_agg_mode",))
         return
     note = "" if key == keys[0] else "verl divides by the padded width, which is data.max_response_length"
+    if key != keys[0] and runs_v1(settings):
+        text = "loss_agg_mode: verl's v1 trainer divides by the longest response of each microbatch"
+        yield Remark(f"{text}, this block by the longest allowed; set loss_scale_factor in verl", ("loss_agg_mode",))
+        note = "the longest response that data.max_response_length allows"
     yield Assign("loss_normalization", "constant")
     yield Assign("loss_normalization_constant", settings.number(key), note)
 

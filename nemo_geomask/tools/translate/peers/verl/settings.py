@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from nemo_geomask.tools.translate.peer_table import PeerSettings
+
 RC = "algorithm.rollout_correction."
 ACTOR = "actor_rollout_ref.actor."
 ROLLOUT = "actor_rollout_ref.rollout."
@@ -11,6 +13,11 @@ TRANSFORMER = ACTOR + "megatron.override_transformer_config."
 """Section of Megatron's own settings."""
 PROGRAM = "program"
 """Which of verl's programs runs; set by ``Peer.programs``."""
+
+
+def runs_v1(settings: PeerSettings) -> bool:
+    """Return True if verl's v1 trainer runs, which is the default of its main program."""
+    return bool(settings["trainer.use_v1"]) and settings[PROGRAM] in (None, "main_ppo")
 
 
 _GEO, _K3 = ("seq_mean_k1", "0.999_1.001"), ("seq_mean_k3", 0.01)
