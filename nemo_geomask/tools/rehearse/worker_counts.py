@@ -89,7 +89,7 @@ def _patches(actor: Any) -> Iterator[patch.Patch]:
     if nemo_rl_loss is not None:
         yield patch.attribute(nemo_rl_loss, "__call__", _count)
     utils, namespaces = importlib.import_module(_LOGPROB_MODULE), patch.nemo_rl_namespaces(actor)
-    compute_logprobs = functools.partial(_measured, LOGPROBS)
+    compute_logprobs = functools.partial(measured, LOGPROBS)
     for name in ("prepare_loss_input", "prepare_packed_loss_input"):
         yield patch.function(utils, name, compute_logprobs, namespaces=namespaces)
     for name in ("__call__", "packed"):
@@ -98,7 +98,7 @@ def _patches(actor: Any) -> Iterator[patch.Patch]:
 
 
 def _count(original: Callable[..., Any]) -> Callable[..., Any]:
-    call_loss = _measured(LOSS, original)
+    call_loss = measured(LOSS, original)
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def _count(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _measured(part: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def measured(part: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap what computes log-probs or the loss, so that its forward and its backward pass are measured."""
 
     @functools.wraps(original)
