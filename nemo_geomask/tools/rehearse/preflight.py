@@ -11,7 +11,7 @@ import argparse
 import importlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,9 +203,15 @@ def _check_prompts(prompts: Path, needed: int) -> None:
 
 def _read_from(prompts: Path, facts: RecipeFacts) -> list[Change]:
     """Return the changes by which NeMo-RL takes its prompts, in order, from a file; it formats them as the recipe's."""
-    kept = {key: facts.get(f"data.train.{key}") for key in _FORMAT}
-    train = {"dataset_name": "ResponseDataset", "data_path": str(prompts), "input_key": "input", "output_key": "output"}
-    train |= {key: value for key, value in kept.items() if value is not None}
+    recipe = facts.get("data.train")
+    train: dict[str, Any] = {
+        "dataset_name": "ResponseDataset",
+        "data_path": str(prompts),
+        "input_key": "input",
+        "output_key": "output",
+    }
+    # Also those that are null: the recipe then overrides data.default.
+    train |= {key: recipe[key] for key in _FORMAT if isinstance(recipe, Mapping) and key in recipe}
     values: dict[str, Any] = {"data.train": {**train, "split_validation_size": 0}, "data.shuffle": False}
     values |= {"data.use_multiple_dataloader": False, "data.validation": None}
     return [Change(key, value, delete=key == "data.train") for key, value in values.items()]

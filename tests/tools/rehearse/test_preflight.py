@@ -139,11 +139,12 @@ def test_records_of_the_recipe_go_on(begun, tmp_path):
 def test_fixed_prompts_are_read_in_order(begun, recipe, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"input": "a", "output": "b"}\n' * 4, encoding="utf-8")
-    own = "++data.train={dataset_name:'OpenMathInstruct-2',processor:'math',split:'train'}"
+    own = "++data.train={dataset_name:'OpenMathInstruct-2',processor:'math',prompt_file:null,split:'train'}"
     overrides = begun(always_stops=True, prompts=prompts, overrides=[own]).overrides
     data = RecipeFacts.from_recipe(read_recipe(recipe, overrides))
     assert (data.get("data.train.data_path"), data.get("data.shuffle")) == (str(prompts), False)
     assert (data.get("data.train.processor"), data.get("data.train.split")) == ("math", None)
+    assert "prompt_file" in data.get("data.train")
     assert data.get("data.default.env_name") == "math"
     with pytest.raises(ConfigError, match="takes --preflight-only"):
         begun(prompts=prompts)
