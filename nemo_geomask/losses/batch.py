@@ -36,7 +36,7 @@ class TokenBatch(NamedTuple):
     gen: Tensor  # log μ
     mismatch: Tensor  # prev − gen: training engine against generation engine
     ref: Tensor | None  # log π_ref; None without a KL term
-    reference_log_ratio: Tensor | None  # curr_kl − log π_ref, for metrics only; 0 where π_ref is not known
+    metrics_ref: Tensor | None  # log π_ref for metrics only, as the trainer passed it
     advantages: Tensor  # A
     rewards: Tensor | None  # [S]
     audited_prev: Tensor | None  # log π_old of the sequences in audit_fraction, NaN at others; None without an audit
@@ -49,6 +49,15 @@ class TokenBatch(NamedTuple):
     mask_margins: tuple[Tensor, ...]  # four, 0-d, see _mask_margins
     is_trained: Tensor  # bool: both masks are above 0 and all values of the token are finite
     segments: Segments  # assigns tokens to sequences
+
+    @property
+    def reference_log_ratio(self) -> Tensor | None:
+        """curr_kl − log π_ref without gradient, 0 where π_ref is not known; None without reference log-probs."""
+        if self.ref is not None:
+            return self.curr_kl.detach() - self.ref
+        if self.metrics_ref is None:
+            return None
+        return _reference_log_ratio(self.curr_kl.detach(), self.metrics_ref, self.is_trained)
 
     def compared_logprobs(self, log_ratio_name: str) -> tuple[Tensor, Tensor]:
         """Return the two log-probs whose difference, first minus second, is :meth:`detached_log_ratio`."""
@@ -108,8 +117,8 @@ def read(
     sum_of_values = token_mask
     for value in checked.values():
         sum_of_values = sum_of_values + value
-    # A finite value minus itself is 0; NaN and infinity give NaN, which is not above 0.
-    is_trained = token_mask * segments.spread(sample_mask) + (sum_of_values - sum_of_values) > 0
+    # A finite value times 0 is 0; NaN and infinity give NaN, which is not above 0.
+    is_trained = torch.add(token_mask * segments.spread(sample_mask), sum_of_values, alpha=0) > 0
 
     zero = token_mask.new_zeros(())
     inputs = ("curr", "unfiltered")  # these have a gradient
@@ -121,9 +130,6 @@ def read(
     if "version" in raw.tensors:
         version = segments.spread(raw.tensors["version"].float())
         prev = F.interpolated_logprobs(clean["gen"], prev, version=version, sampled_at=clean["sampled_version"])
-    reference_log_ratio = curr_kl.detach() - clean["ref"] if "ref" in clean else None
-    if metrics_ref is not None:
-        reference_log_ratio = _reference_log_ratio(curr_kl.detach(), metrics_ref.float(), is_trained)
     return TokenBatch(
         curr=curr,
         curr_kl=curr_kl,
@@ -132,7 +138,7 @@ def read(
         gen=clean["gen"],
         mismatch=prev - clean["gen"],
         ref=clean.get("ref"),
-        reference_log_ratio=reference_log_ratio,
+        metrics_ref=None if metrics_ref is None else metrics_ref.float(),
         advantages=clean["advantages"],
         rewards=None if rewards is None else rewards.float(),
         audited_prev=None if audited_prev is None else audited_prev.float(),

@@ -119,8 +119,8 @@ def report_batch(batch: TokenBatch, stats: SequenceStats, config: LossConfig, gl
         return
     if knows_prev:
         yield from _policy_metrics(batch.detached_log_ratio("policy"))
-    if batch.reference_log_ratio is not None:
-        yield from _reference_metrics(batch.reference_log_ratio, stats, global_seqs)
+    if (reference_log_ratio := batch.reference_log_ratio) is not None:
+        yield from _reference_metrics(reference_log_ratio, stats, global_seqs)
     yield from _impossible_logprob_metrics(batch, stats)
 
 

@@ -142,8 +142,9 @@ def _local_loss_and_metrics(
     # batch has trained tokens; a mask has values that no mask can have. The gradient of this rank's part is then 0.
     normalizer: Normalizer = "tokens" if config.normalization == "tokens" else "sequences"
     divisor = global_toks if normalizer == "tokens" else global_seqs
-    counts = torch.stack((global_seqs, global_toks))
-    is_valid = (torch.stack((*batch.mask_margins, global_seqs, global_toks)).amin() >= 0) & (counts.amax() < torch.inf)
+    margins = torch.stack((*batch.mask_margins, global_seqs, global_toks))
+    # Infinity minus itself is NaN, which is the minimum of whatever contains it, and not at least 0.
+    is_valid = (margins + (margins - margins)).amin() >= 0
     is_defined = (divisor > 0) | (stats.total_weight == 0)
     loss = torch.where(is_defined & is_valid, loss, torch.nan)
 
@@ -152,7 +153,7 @@ def _local_loss_and_metrics(
     reports = [
         Metric(("loss",), "local_sum", lambda: loss, normalizer),
         Metric(("kl_penalty",), "local_sum", lambda: zero if kl is None else kl, normalizer),
-        Metric(("geomask/invalid_counts",), "shared_count", lambda: _count_invalid(counts)),
+        Metric(("geomask/invalid_counts",), "shared_count", lambda: _count_invalid(margins[-2:])),
         Metric(("positive_nll_loss",), "local_sum", lambda: zero if nll is None else nll, nll_normalizer),
     ]
     metrics.add(reports)

@@ -130,7 +130,7 @@ class SequencePool:
             # drop_token: ``read`` has excluded the token itself. raise: ``PolicyLoss`` reads the counts and raises.
             is_dropped = torch.zeros_like(sample_mask, dtype=torch.bool)
         weight = trained_mask * segments.spread(sample_mask)
-        is_trained = weight > 0
+        is_trained = batch.is_trained & ~segments.spread(is_dropped)
         stats = SequenceStats(
             is_trained=is_trained,
             weight=weight,
@@ -149,7 +149,7 @@ class SequencePool:
         self._requests.clear()
         return stats, [
             Metric(("num_valid_samples",), "shared_count", batch.sample_mask.sum),
-            Metric(("geomask/dropped_sequences",), "shared_count", is_dropped.float().sum),
+            Metric(("geomask/dropped_sequences",), "shared_count", lambda: is_dropped.float().sum()),
         ]
 
     def _pooled_requests(self, trained_mask: Tensor) -> Pooled:

@@ -50,6 +50,10 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "gmpo": ({"name": "gmpo"}, None),
     "cispo": ({"name": "cispo"}, None),
     "sapo": ({"name": "sapo"}, None),
+    # What a guard costs is the difference to clipped_pg, in operations.
+    "clipped_pg, nonfinite: drop_token": ({"nonfinite": "drop_token"}, None),
+    "clipped_pg, drop_filtered_tokens": ({"drop_filtered_tokens": True}, None),
+    "clipped_pg, masks_only": ({**_WEIGHTS, "is_correction_level": "masks_only", **_GEOMETRIC}, None),
 }
 _COMPILED = ("clipped_pg", "clipped_pg, token weights", "gspo", "gspo, sequence_mean weights, geometric mask")
 _GRAPHS = 64  # of all compiled losses; one process compiles more than torch keeps of a function by default
