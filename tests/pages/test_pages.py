@@ -14,7 +14,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def test_every_part_of_the_site_has_one_place():
     pages = [path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md")]
-    assert sorted(re.findall(r"<!-- site: (\w+) -->", "\n".join(pages))) == sorted(SITE)
+    # A reader of the checkout sees the line above the marker; the site has the part in the place of both.
+    assert sorted(re.findall(r"^\*`make site`.*\n<!-- site: (\w+) -->", "\n".join(pages), re.M)) == sorted(SITE)
 
 
 @pytest.mark.parametrize("name", SITE)
