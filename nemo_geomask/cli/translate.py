@@ -1,10 +1,9 @@
-"""``nemo-geomask translate``: another system's settings as a ``loss_fn:`` block, and a block as verl's settings."""
+"""``nemo-geomask translate``: another system's settings as a ``loss_fn:`` block."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from nemo_geomask.errors import ConfigError
 
@@ -18,7 +17,6 @@ _EPILOG = """\
 examples
   nemo-geomask translate ppo_trainer.yaml
   nemo-geomask translate --from slime run.sh mis.yaml --out loss_fn.yaml
-  nemo-geomask translate --to verl recipe.yaml
 """
 
 
@@ -39,33 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SYSTEM",
         help="system that the settings belong to (default: recognised by their names)",
     )
-    parser.add_argument(
-        "--to",
-        choices=["verl"],
-        help="translate in the other direction: FILE is a recipe, whose loss_fn is written as settings of this system",
-    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    from nemo_geomask.recipe import read_recipe
-    from nemo_geomask.recipe.shipped_files import find_recipe
     from nemo_geomask.tools.shared.terminal_text import EscapingStream
-    from nemo_geomask.tools.translate import to_verl, translate_files
+    from nemo_geomask.tools.translate import translate_files
 
-    translation: Any
-    if arguments.to is None:
-        translation = translate_files(arguments.files, arguments.peer)
-    else:
-        if len(arguments.files) > 1 or arguments.peer is not None:
-            raise ConfigError(
-                "--to takes one recipe and can't be combined with --from; remove the other files, or --from"
-            )
-        block = read_recipe(find_recipe(arguments.files[0]), leave=("data", "env", "logger")).data.get("loss_fn")
-        if not isinstance(block, dict):
-            raise ConfigError(f"{arguments.files[0]}: has no loss_fn block to translate")
-        translation = to_verl(block)
+    translation = translate_files(arguments.files, arguments.peer)
     if arguments.out is None:
         print(translation.yaml(), end="")
     else:
