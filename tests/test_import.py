@@ -281,9 +281,7 @@ def test_lazy_parts_of_torch_stay_lazy():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", [["check", "recipe.yaml"], ["schema"], ["translate", "--from", "nemo_rl", "recipe.yaml"]]
-)
+@pytest.mark.parametrize("line", ["check recipe.yaml", "schema", "translate --from nemo_rl recipe.yaml"])
 def test_commands_that_read_settings_import_no_torch(line, tmp_path):
     """The modules of the objectives name formulas, which are imported when one is computed."""
     block = "loss_fn: {name: gspo, token_level_loss: false, masks: [{preset: geometric, min: 0.99, max: 1.01}]}"
