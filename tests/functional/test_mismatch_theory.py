@@ -9,6 +9,7 @@ weighted by their probability, so the gradient of the package's loss is the expe
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -23,25 +24,45 @@ def weight(level, **changes):
     return {"use_importance_sampling_correction": True, "is_correction_level": level, **changes}
 
 
-def expected_step(error, noise, length, settings, *, luck=True, reply_baseline=False):
-    """Step of the loss on the right token's logit after a lucky call, where the policy errs with ``error``."""
+def additive(policy, noise):
+    return (1 - noise) * policy + noise / TOKENS
+
+
+def multiplicative(policy, error):
+    """A sampler whose logits of the wrong tokens are too large by ``error``."""
+    return (policy.log() + error * (torch.arange(TOKENS) > 0)).softmax(dim=0)
+
+
+def expected_step(error, noise, length, settings, *, engine_of=additive, luck=True, reply_baseline=False, group=None):
+    """Step of the loss on the right token's logit after a lucky call, where the policy errs with ``error``.
+
+    With a ``group``, advantages are normalised over so many responses; their expectation is over the others.
+    """
     wrong = error / (TOKENS - 1)
     policy = torch.tensor([1 - error] + [wrong] * (TOKENS - 1), dtype=torch.float64)
-    engine = (1 - noise) * policy + noise / TOKENS
+    engine = engine_of(policy, noise)
     logits = policy.log().repeat(2, 1).requires_grad_()  # after a call that found nothing (0) and something (1)
     rows = [(found, tokens) for found in (0, 1) for tokens in itertools.product(range(TOKENS), repeat=length)]
     ids = torch.tensor([tokens for _, tokens in rows])
     found = torch.tensor([reply for reply, _ in rows])
     rewards = (ids == 0).double().mean(dim=1) * (found if luck else 1)
     probability = engine[ids].prod(dim=1) / 2
-    baseline = (probability * rewards).sum().expand(len(rows))
+    advantages = rewards - (probability * rewards).sum()
     if reply_baseline:
         by_reply = torch.stack([(probability * rewards * (found == reply)).sum() * 2 for reply in (0, 1)])
-        baseline = by_reply[found]
+        advantages = rewards - by_reply[found]
+    if group is not None:
+        values, which = rewards.unique(return_inverse=True)
+        others = torch.cartesian_prod(*[torch.arange(len(values))] * (group - 1))
+        chance = torch.stack([probability[which == index].sum() for index in range(len(values))])[others].prod(dim=1)
+        own = values[:, None, None].expand(-1, len(others), 1)
+        members = torch.cat([own, values[others].expand(len(values), -1, -1)], dim=2)
+        normalised = (own[..., 0] - members.mean(dim=2)) / members.std(dim=2).clamp(min=1e-9)
+        advantages = (normalised * chance).sum(dim=1)[which]
     curr = logits.log_softmax(dim=-1)[found[:, None], ids]
     first = torch.zeros(len(rows), 1, dtype=torch.float64)
     data = {
-        "advantages": torch.cat([first, ((rewards - baseline) * probability)[:, None].expand_as(curr)], dim=1),
+        "advantages": torch.cat([first, (advantages * probability)[:, None].expand_as(curr)], dim=1),
         "prev_logprobs": torch.cat([first, curr.detach()], dim=1),
         "generation_logprobs": torch.cat([first, engine.log()[ids]], dim=1),
         "token_mask": torch.cat([first, torch.ones_like(curr)], dim=1),
@@ -100,6 +121,20 @@ def test_the_losss_expected_step_is_learning_plus_a_pull_towards_the_engine(erro
 def test_uncorrected_training_rests_where_the_formula_says(noise, length):
     found = resting_error(lambda error: expected_step(error, noise, length, {}))
     assert found == pytest.approx(predicted_error(noise, length), rel=1e-3)
+
+
+def test_a_multiplicative_error_does_harm_from_a_threshold_on():
+    """At small errors, training learns if and only if exp(−η) > 1 − 2/T."""
+    threshold = -math.log(1 - 2 / 6)
+    steps = [expected_step(1e-4, factor * threshold, 6, {}, engine_of=multiplicative) for factor in (0.99, 1.01)]
+    assert steps[0] > 0 > steps[1]
+    found = resting_error(lambda error: expected_step(error, 0.5, 6, {}, engine_of=multiplicative))
+    assert found == pytest.approx(0.15284, rel=1e-3)
+
+
+def test_groups_that_are_normalised_rest_at_a_larger_error():
+    found = resting_error(lambda error: expected_step(error, 0.25, 4, {}, group=4))
+    assert found == pytest.approx(0.18193, rel=1e-3)  # the formula has 0.13333
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ Uncorrected training moves the logits of a state s by μ_k (A_k − V) + (μ_k �
 probabilities μ, the trainer's π and V(s) = E[A | s]. The second part ignores what a token does. It draws π towards μ
 where V > 0 and away from it where V < 0, in every step. It matters as far as V makes up the advantage, and as often as
 the trainer would not have sampled the token, E_μ(1 − π/μ)₊. Both can be measured where the recorded context predicts
-the advantage; what else a prefix shows is not known here, so that it is a lower limit.
+the advantage; what else a prefix shows is not known here, so that it is a lower limit. Where too few responses share a
+reply, or a length that predicts the advantage, V is not identified.
 """
 
 from __future__ import annotations
@@ -15,6 +16,20 @@ from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
 
 MIN_OTHERS = 8
 """Number of other prompts' responses in the same context whose mean advantage predicts a response's."""
+MIN_SHARED = 0.5
+"""Share of the tokens after a reply whose reply must have so many others; if fewer, replies are classed by length."""
+MIN_STANDARD_ERRORS = 3.0
+"""What the length must predict beyond the number of the turn, in standard errors over prompts."""
+PULL_EDGES = np.array([-1.0, -0.3, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0])
+"""Edges between the bins of Δ over which :func:`pull` averages what other tokens of a response add to a coefficient."""
+
+
+def pull_bins(delta: Array, values: Array, row: Array, count: int) -> Array:
+    """Return [count, bins], the sums of [N] values in each row and bin of Δ."""
+    bins = len(PULL_EDGES) + 1
+    cells = row * bins + np.digitize(delta, PULL_EDGES)
+    sums: Array = np.bincount(cells, values, minlength=bins * count).reshape(count, bins)
+    return sums
 
 
 def explained_advantage(block: RecordBlock, is_trained: Array) -> Array | None:
@@ -23,14 +38,17 @@ def explained_advantage(block: RecordBlock, is_trained: Array) -> Array | None:
     The advantages of other prompts are independent of a response's own, also if they are normalised over a group. So
     the mean over tokens is an unbiased estimate of E[V²] / E[A²]: 0 if the context tells nothing, whatever the noise.
 
-    The context of a turn is the environment, the number of the turn, and the tokens between it and the turn before; of
-    a rare one, environment and number alone. Contexts are those of one block, so that learning does not blur them.
+    The context of a turn is the environment, the number of the turn, and its reply: the tokens between it and the turn
+    before. Rare replies are one context. If most replies are rare, the number of bits of their length takes their
+    place, if it predicts the advantage better than chance. Contexts of one block, so that learning does not blur them.
 
     Args:
         block: the records of one step, or of a part of it.
         is_trained: bool [N], the tokens that enter the loss.
 
-    Returns: 0 for tokens that do not train; None if advantages or tokens were not recorded.
+    Returns:
+        0 for tokens that do not train. None if advantages or tokens were not recorded, or V is not identified: most
+        replies are rare, and their length does not predict the advantage.
     """
     recorded, ids = block.tokens.get("advantages"), block.tokens.get("tokens")
     if recorded is None or ids is None or not is_trained.any():
@@ -45,10 +63,21 @@ def explained_advantage(block: RecordBlock, is_trained: Array) -> Array | None:
     tokens = np.bincount(turn[is_trained], minlength=len(starts))
     mean = np.bincount(turn, advantages, minlength=len(starts)) / np.maximum(tokens, 1)
     prompt = block.sequences["group"][owner[starts]]
-    predicted = np.zeros(len(starts))
-    for context in _contexts(block, ids, owner, starts, ends):  # the narrow ones overwrite the wide ones
+    has_reply, place, reply, length = _contexts(block, ids, owner, starts, ends)
+
+    def predict(context: Array) -> tuple[Array, Array]:
         sums, counts = _of_other_prompts(context, prompt, mean, tokens > 0)
-        predicted = np.where(counts >= MIN_OTHERS, sums / np.maximum(counts, 1), predicted)
+        return np.where(counts >= MIN_OTHERS, sums / np.maximum(counts, 1), 0.0), counts >= MIN_OTHERS
+
+    is_shared = predict(reply)[1] | ~has_reply
+    predicted, _ = predict(np.where(is_shared, reply, reply.max() + 1 + place))
+    after = tokens * has_reply
+    if (after * is_shared).sum() < MIN_SHARED * after.sum():
+        alone, (by_length, is_known) = predict(place)[0], predict(length)
+        predicted = np.where(is_known, by_length, alone)
+        gains = np.bincount(prompt - prompt.min(), tokens * mean * (predicted - alone))
+        if gains.sum() <= MIN_STANDARD_ERRORS * np.sqrt(np.square(gains).sum()):
+            return None
     square = float(np.square(advantages).sum()) / float(is_trained.sum())
     share: Array = advantages * predicted[turn] / max(square, 1e-30)
     return share
@@ -63,17 +92,18 @@ def _of_other_prompts(context: Array, prompt: Array, mean: Array, is_used: Array
     return totals[0], totals[1]
 
 
-def _contexts(block: RecordBlock, ids: Array, owner: Array, starts: Array, ends: Array) -> list[Array]:
-    """Return the numbers of the turns' wide and narrow contexts, from the first token and the end of each turn."""
+def _contexts(block: RecordBlock, ids: Array, owner: Array, starts: Array, ends: Array) -> tuple[Array, ...]:
+    """Return whether turns follow a reply, and numbers of their place, with their reply, and with its length.
+
+    The place is the environment and the number of the turn. ``starts`` and ``ends`` are of the turns.
+    """
     environment = block.sequences.get("environment", np.full(len(block), None, dtype=object))
-    wide: dict[object, int] = {}
-    narrow: dict[object, int] = {}
-    numbers: list[tuple[int, int]] = []
-    turn = 0
-    for index, (start, sequence) in enumerate(zip(starts.tolist(), owner[starts].tolist(), strict=True)):
-        turn = turn + 1 if index and owner[starts[index - 1]] == sequence else 0
-        before = int(ends[index - 1]) if turn else start
-        key = environment[sequence], turn
-        reply = hash(ids[before:start].tobytes())
-        numbers.append((wide.setdefault(key, len(wide)), narrow.setdefault((*key, reply), len(narrow))))
-    return list(np.array(numbers, int).reshape(-1, 2).T)
+    turn = np.arange(len(starts)) - np.searchsorted(owner[starts], owner[starts])
+    before = np.where(turn > 0, np.concatenate([[0], ends[:-1]]), starts)
+    known: tuple[dict[object, int], ...] = ({}, {}, {})
+    numbers = []
+    places = zip(environment[owner[starts]].tolist(), turn.tolist(), strict=True)
+    for place, begin, end in zip(places, before.tolist(), starts.tolist(), strict=True):
+        keys = place, (place, ids[begin:end].tobytes()), (place, (end - begin).bit_length())
+        numbers.append([each.setdefault(key, len(each)) for each, key in zip(known, keys, strict=True)])
+    return turn > 0, *np.array(numbers, int).reshape(-1, 3).T

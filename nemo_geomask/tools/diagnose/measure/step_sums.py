@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from nemo_geomask.tools.diagnose.measure.context import PULL_EDGES
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
@@ -76,15 +77,18 @@ ADVANTAGE_SUMS = ("ad", "an", "a2d2", "a2dn", "a2n2")
 
 The detector of a stale engine computes the correlation of Δ with the advantage from them.
 """
+PULL_SUMS = tuple(f"pull_{index}" for index in range(len(PULL_EDGES) + 1))
+"""Sums Σ s (1 − exp(Δ)) in the bins of Δ, s the share of the advantage that the context of a token explains."""
 CONTEXT_SUMS = (
     *("wrong_tokens", "wrong_tokens_good", "wrong_tokens_bad", "sequences_with_advantages"),
-    *("tokens_with_advantages", "explained_tokens", "pull"),
+    *("explained_tokens", "tokens_with_context", "sequences_with_context", *PULL_SUMS),
 )
 """Sums that tell the harm of a bias that persists; see :mod:`~nemo_geomask.tools.diagnose.measure.context`.
 
 ``wrong_tokens`` is Σ (1 − exp(Δ))₊ over tokens: the expected number of tokens that the training engine would not have
 sampled; ``good`` and ``bad`` are those with A > 0 and A < 0. ``explained_tokens`` is the sum of the share of the
-advantage that the context explains, and ``pull`` is Σ (1 − exp(Δ))₊ times that share.
+advantage that the context explains. It and the pull are over the steps in which that share is identified:
+``sequences_with_context`` are the sequences with an advantage other than 0 there.
 """
 SUMS = (*TOKEN_SUMS, *SEQUENCE_SUMS, *CHECK_SUMS, *FAULT_SUMS, *ADVANTAGE_SUMS, *CONTEXT_SUMS)
 """Order of the sums in :attr:`StepSums.sums`."""
@@ -127,6 +131,10 @@ class StepSums:
     def mean(self, name: str, over: str = "tokens") -> float:
         """Return a sum divided by another one, the number of trained tokens by default; NaN if that is 0."""
         return ratio_or_nan(self[name], self[over])
+
+    def pull(self) -> float:
+        """Return ½ Σ |Σ s (1 − exp(Δ))| / responses, the inner sums over bins of Δ; NaN where s is not identified."""
+        return ratio_or_nan(sum(abs(self[name]) for name in PULL_SUMS) / 2, self["sequences_with_context"])
 
     def removed_share(self, label: str, of: Literal["tokens", "capped_abs"] = "tokens") -> float:
         """Return the share that a mask removes of the trained tokens, or of their mismatch; NaN if not recorded."""

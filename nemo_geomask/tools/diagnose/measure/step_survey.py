@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nemo_geomask.tools.diagnose.measure.bootstrap_draws import poisson_draws
-from nemo_geomask.tools.diagnose.measure.context import explained_advantage
+from nemo_geomask.tools.diagnose.measure.context import explained_advantage, pull_bins
 from nemo_geomask.tools.diagnose.measure.logprob_checks import UNSURE_LOGPROB, LogprobFaults, find_faults, find_shifts
 from nemo_geomask.tools.diagnose.measure.logprob_gap import logit_noise
 from nemo_geomask.tools.diagnose.measure.run_statistics import WORST_COUNT, RunStatistics, WorstSequence, WorstToken
@@ -13,6 +13,7 @@ from nemo_geomask.tools.diagnose.measure.step_sums import (
     BOOTSTRAP_REPLICATES,
     BOOTSTRAP_SUMS,
     FAULTS,
+    PULL_SUMS,
     TOKEN_SUMS,
     StepSums,
 )
@@ -168,16 +169,22 @@ def _sum_advantages(sums: StepSums, trained: TrainedTokens) -> None:
 def _sum_contexts(sums: StepSums, trained: TrainedTokens) -> None:
     is_trained = np.zeros(len(trained.block.tokens["mask"]), bool)
     is_trained[trained.index] = True
-    explained = explained_advantage(trained.block, is_trained)
-    if explained is None or trained.advantages is None:
+    if trained.advantages is None:
         return
     wrong = np.maximum(1 - trained.values["weight"], 0.0)
     sums["wrong_tokens"] = float(wrong.sum())
     sums["wrong_tokens_good"] = float(wrong[trained.advantages > 0].sum())
     sums["wrong_tokens_bad"] = float(wrong[trained.advantages < 0].sum())
     sums["sequences_with_advantages"] = float((trained.sum_per_sequence("tokens") > 0).sum())
-    sums["tokens_with_advantages"], sums["explained_tokens"] = float(len(wrong)), float(explained.sum())
-    sums["pull"] = float((wrong * explained[trained.index]).sum())
+    explained = explained_advantage(trained.block, is_trained)
+    if explained is None:
+        return
+    sums["tokens_with_context"], sums["explained_tokens"] = float(len(wrong)), float(explained.sum())
+    sums["sequences_with_context"] = float(len(np.unique(trained.sequence[trained.advantages != 0])))
+    lacking = explained[trained.index] * (1 - trained.values["weight"])
+    bins = pull_bins(trained.values["delta"], lacking, np.zeros(len(lacking), int), 1)[0]
+    for name, value in zip(PULL_SUMS, bins.tolist(), strict=True):
+        sums[name] = value
 
 
 def _sum_masks(sums: StepSums, trained: TrainedTokens) -> None:

@@ -15,6 +15,8 @@ from nemo_geomask.tools.shared.intervals import percentile_interval
 Health = Literal["healthy", "drifting", "broken"]
 HEALTH_ORDER: tuple[Health, ...] = ("healthy", "drifting", "broken")
 """Values of :data:`Health`, from best to worst."""
+MAX_PULL = 0.05
+"""Pull above which training without a correction is harmed: the theory's error is half of it, 2.5 % of the tokens."""
 MIN_SEQUENCES = 32
 """Number of sequences that a bootstrap interval needs to be trusted."""
 
@@ -207,12 +209,12 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity(
         "advantage explained",
         "share of the mean square of A that its context predicts: environment, turn and the reply before it",
-        lambda sums: np.maximum(sums.mean("explained_tokens", "tokens_with_advantages"), 0.0),
+        lambda sums: np.maximum(sums.mean("explained_tokens", "tokens_with_context"), 0.0),
     ),
     Quantity(
         "pull",
-        "the wrong tokens of a response, each times the share of A that its context predicts: the bias that persists",
-        lambda sums: np.maximum(sums.mean("pull", "sequences_with_advantages"), 0.0),
+        "½ Σ |Σ s (1 − exp(Δ))|, mean over responses with A ≠ 0, inner sums over bins of Δ; s: share of A explained",
+        StepSums.pull,
     ),
 )
 """Quantities of a run, in the order of the table."""

@@ -21,7 +21,7 @@ from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.losses import PolicyLoss, PrestepPass, build_loss
 from nemo_geomask.losses.prestep import valid_counts
 from nemo_geomask.records.flight import COLUMN_BATCH_KEYS
-from nemo_geomask.tools.diagnose.measure.context import explained_advantage
+from nemo_geomask.tools.diagnose.measure.context import PULL_EDGES, explained_advantage, pull_bins
 from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
 from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES, NO_CORRECTION, RECIPE_SOURCE, Candidate
 from nemo_geomask.tools.shared.intervals import percentile_interval
@@ -52,10 +52,9 @@ _MEASURES: dict[str, Callable[[Mapping[str, Array]], Array]] = {
     "advantage": lambda sums: np.where(sums["c"] == 0, np.nan, sums["cA"] / sums["c"]) - sums["A"] / sums["n"],
 }
 
-DELTA_EDGES = np.array([-1.0, -0.3, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0])
-"""Edges between the bins of Δ over which ``pull`` averages what other tokens of a response add to a coefficient."""
 EXPLAINED = "explained_advantage"
-"""Key of the batch with s, see :mod:`~nemo_geomask.tools.diagnose.measure.context`; 0 where it is not known."""
+"""Key of the batch with s, see :mod:`~nemo_geomask.tools.diagnose.measure.context`; NaN where it is
+not identified."""
 
 _COLUMNS = ("mask", "gen", "prev", "curr", "ref", "advantages")
 """Recorded columns that a replayed batch contains, where they were recorded."""
@@ -76,7 +75,7 @@ def padded_batch(blocks: Iterable[RecordBlock], max_positions: int = 2**22) -> t
         owner = np.repeat(np.arange(len(block)), np.diff(block.offsets))
         is_trained = block.tokens["mask"].astype(bool) & (block.sequences["sample_mask"] != 0)[owner]
         share = explained_advantage(block, is_trained)
-        explained = np.zeros(len(owner)) if share is None else share
+        explained = np.full(len(owner), np.nan) if share is None else share
         if missing := [name for name in ("gen", "prev", "advantages") if name not in block.tokens]:
             raise DataError(f"the records have no {', '.join(missing)}, which a replay through the loss needs")
         for index in range(len(block)):
@@ -194,7 +193,7 @@ class CandidateOutcome:
     # [1 + REPLICATES, len(_SUMS)], row 0 over all sequences, the other rows over the bootstrap's samples
     sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, len(_SUMS))))
     # [1 + REPLICATES, 2, bins]: Σ s c and Σ s ρ in each bin of Δ
-    pull_sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, 2, len(DELTA_EDGES) + 1)))
+    pull_sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, 2, len(PULL_EDGES) + 1)))
     responses: Array = field(default_factory=lambda: np.zeros(1 + REPLICATES))  # number with a compared token
     silent_tokens: int = 0  # number of trained tokens without a gradient, which the measures leave out
     skipped: list[int] = field(default_factory=list)  # steps that the candidate's batch veto would have skipped
@@ -246,11 +245,9 @@ class CandidateOutcome:
         }
         self.sums += _sums_and_replicates(step, sequence, count, np.stack([columns[name] for name in _SUMS], axis=1))
         share = batch[EXPLAINED][:, 1:][is_compared].double().numpy()
-        bins = len(DELTA_EDGES) + 1
-        cell = sequence * bins + np.digitize(delta, DELTA_EDGES)
-        by_sequence = [
-            np.bincount(cell, share * factor, minlength=bins * count).reshape(count, -1) for factor in (c, rho)
-        ]
+        if np.isnan(share).any():
+            return
+        by_sequence = [pull_bins(delta, share * factor, sequence, count) for factor in (c, rho)]
         has_tokens = np.bincount(sequence, minlength=count) > 0
         rows = np.arange(count)
         replicated = _sums_and_replicates(step, rows, count, np.column_stack([*by_sequence, has_tokens]))

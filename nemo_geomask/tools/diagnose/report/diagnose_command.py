@@ -25,6 +25,7 @@ from nemo_geomask.tools.diagnose.report.run_verdicts import (
     find_recorded_runs,
     judge_runs,
 )
+from nemo_geomask.tools.diagnose.report.sweep_tables import explain_harm, may_do_harm
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, to_json
 from nemo_geomask.tools.shared.terminal_text import escape_line
 
@@ -161,6 +162,8 @@ def _print_verdicts(verdicts: RunVerdicts, options: DiagnoseOptions) -> None:
         print(f"{run.files.directory}: {run.diagnosis.sentence}")
         for line in run.diagnosis.shown[0].advice if run.diagnosis.shown else ():
             print(f"  {line}")
+        if may_do_harm(run.diagnosis.evidence.sums_after):
+            print(f"  bias: {explain_harm(run.diagnosis.evidence.sums_after)}")
         for note in run.diagnosis.evidence.statistics.file_notes:
             print(f"  files: {escape_line(note)}")
     for folder, verdict in verdicts.fallbacks.items():

@@ -121,7 +121,7 @@ class SweepJson(TypedDict):
     no_recommendation: str
     decided_by: Literal["pull", "bias"]
     wrong_tokens: Annotated[Number, Field(description="Tokens of a response that the trainer would not have sampled.")]
-    advantage_explained: Annotated[Number, Field(description="Share of the advantage that the context predicts.")]
+    advantage_explained: Annotated[Number, Field(description="Share of A by its context; null: not testable.")]
     definitions: dict[str, str]
     tokens: Annotated[dict[str, int], Field(description="Number of trained tokens, and of those with_gradient.")]
     candidates: list[CandidateJson]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor
 
 from nemo_geomask.config.strict import inline_yaml
@@ -17,7 +18,7 @@ from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.diagnose.explain.verdict import diagnose
 from nemo_geomask.tools.diagnose.measure.run_survey import read_step, survey_run
 from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
-from nemo_geomask.tools.diagnose.measure.thresholds import MIN_SEQUENCES
+from nemo_geomask.tools.diagnose.measure.thresholds import MAX_PULL, MIN_SEQUENCES
 from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, find_run
 from nemo_geomask.tools.diagnose.report import correction_sweep
 from nemo_geomask.tools.diagnose.report.correction_sweep import DEFINITIONS, CandidateOutcome
@@ -34,13 +35,11 @@ _WRONG_LOGPROBS = (
 """Causes whose log-probs are not those of the tokens, or of no distribution."""
 MAX_NONFINITE = 1e-3
 """Share of non-finite log-probs up to which a replay leaves them out."""
-MAX_VARIANCE = {"bias": 1.1, "pull": 2.0}
-"""Largest variance that a recommended candidate may have, as a multiple of that without correction, by what decides.
+MAX_VARIANCE, MAX_VARIANCE_OF_HARM = 1.1, 2.0
+"""Largest variance of a recommended candidate, relative to none: if the pull is small, and if it is not known to be.
 
 A bias that persists does harm that no smaller step mends; a larger variance costs time.
 """
-MIN_PULL = 0.05
-"""Pull without correction that the lower end of its interval must exceed for the pull to decide."""
 
 
 def run_sweep(
@@ -101,7 +100,7 @@ def run_sweep(
         "no_recommendation": reason,
         "decided_by": decisive,
         "wrong_tokens": sums.mean("wrong_tokens", "sequences_with_advantages"),
-        "advantage_explained": max(sums.mean("explained_tokens", "tokens_with_advantages"), 0.0),
+        "advantage_explained": np.maximum(sums.mean("explained_tokens", "tokens_with_context"), 0.0),
         "definitions": DEFINITIONS,
         "tokens": {"with_gradient": with_gradient, "trained": with_gradient + outcomes[0].silent_tokens},
         "candidates": [_outcome_json(outcome, on_front=id(outcome) in front) for outcome in outcomes],
@@ -110,7 +109,7 @@ def run_sweep(
         print(to_json(values))
     elif output == "tables":
         print_tables([sweep_table(values)])
-        print(f"\n{explain_harm(values)}")
+        print(f"\n{explain_harm(sums)}")
         if incompatible:
             print(f"\nincompatible with this loss_fn: {', '.join(incompatible)}")
         print()
@@ -169,11 +168,15 @@ class _StepBatches:
 
 
 def deciding_measure(outcomes: Sequence[CandidateOutcome]) -> Literal["pull", "bias"]:
-    """Return what a correction is chosen by: the pull if it is sure without correction, else the whole bias.
+    """Return what a correction is chosen by: the pull if it is surely too large without correction, else the bias.
 
     Where the recorded contexts predict no advantage, the pull is not known to be 0: other parts of a prefix may.
     """
-    return "pull" if outcomes[0].interval("pull")[0] > MIN_PULL else "bias"
+    return "pull" if outcomes[0].interval("pull")[0] > MAX_PULL else "bias"
+
+
+def _max_variance(outcomes: Sequence[CandidateOutcome]) -> float:
+    return MAX_VARIANCE if outcomes[0].interval("pull")[0] <= MAX_PULL else MAX_VARIANCE_OF_HARM
 
 
 def pareto_front(
@@ -219,14 +222,14 @@ def recommend(
     """Return the best outcome and the ``loss_fn`` block that sets its candidate.
 
     The best candidate has the least pull or bias of those that skip no step and whose variance is at most
-    :data:`MAX_VARIANCE`, judged by the upper end of its interval. If its bias is within the interval of the bias
+    the allowed one, judged by the upper end of its interval. If its bias is within the interval of the bias
     without correction, which is the first outcome, that one is returned. ``base`` has the settings that all share.
     """
     uncorrected, decisive = outcomes[0], deciding_measure(outcomes)
     allowed = [
         outcome
         for outcome in outcomes
-        if outcome.interval("variance")[1] <= MAX_VARIANCE[decisive]
+        if outcome.interval("variance")[1] <= _max_variance(outcomes)
         and not outcome.skipped
         and outcome.candidate.settings
     ]
@@ -250,7 +253,7 @@ def format_loss_block(best: CandidateOutcome, outcomes: Sequence[CandidateOutcom
         f"# {best.candidate.name} ({best.candidate.source}), of {len(outcomes)} candidates:",
         f"# bias of the gradient {percent(best, 'bias')}; without correction {percent(outcomes[0], 'bias')}",
         f"# variance {best.value('variance'):.3g} ({low:.3g} to {high:.3g}) times that without correction; "
-        f"{MAX_VARIANCE[decisive]:g} times is allowed",
+        f"{_max_variance(outcomes):g} times is allowed",
         *([f"# pull, the bias that persists: {pulls[0]}; without correction {pulls[1]}"] if decisive == "pull" else []),
         f"# removes {percent(best, 'removed')} of the tokens; shifts the mean advantage by "
         f"{best.value('advantage'):.2g}",

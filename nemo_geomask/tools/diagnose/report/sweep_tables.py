@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
+from nemo_geomask.tools.diagnose.measure.thresholds import MAX_PULL, MIN_SEQUENCES
 from nemo_geomask.tools.diagnose.report.json_formats import CandidateJson, SweepJson
 from nemo_geomask.tools.diagnose.report.report_tables import Table
 from nemo_geomask.tools.shared.terminal_text import escape_line
@@ -32,18 +34,25 @@ def sweep_table(sweep: SweepJson) -> Table:
     return Table("candidates", _title(sweep), columns, rows, sweep["definitions"])
 
 
-def explain_harm(sweep: SweepJson) -> str:
-    """Return what the records tell of the bias that persists."""
-    wrong, explained = sweep["wrong_tokens"], sweep["advantage_explained"]
-    if wrong is None or explained is None or math.isnan(wrong):
+def explain_harm(sums: StepSums) -> str:
+    """Return what the sums of some steps tell of the bias that persists."""
+    wrong, pull = sums.mean("wrong_tokens", "sequences_with_advantages"), sums.pull()
+    if math.isnan(wrong):
         return "The records do not tell whether the bias persists: they hold no advantages, or no trained token."
-    text = (
-        f"A response has {wrong:.2g} tokens that the training engine would not have sampled, and the recorded context "
-        f"predicts {explained:.0%} of the mean square of the advantage"
-    )
-    if sweep["decided_by"] == "pull":
-        return f"{text}: without correction, training is drawn to the sampler's errors or away from them (pull)."
-    return f"{text}: no part of the bias is known to persist, so that the whole bias decides."
+    text = f"A response has {wrong:.2g} tokens that the training engine would not have sampled"
+    if math.isnan(pull):
+        return f"{text}. Whether training is pulled to them is not testable: replies are unique, or too few share one."
+    explained = max(sums.mean("explained_tokens", "tokens_with_context"), 0.0)
+    text += f", and the recorded context predicts {explained:.0%} of the mean square of the advantage"
+    if pull > MAX_PULL:
+        return f"{text}: a pull of {pull:.2g}, above {MAX_PULL}, to the sampler's errors or away from them."
+    return f"{text}: a pull of {pull:.2g}, not above {MAX_PULL}."
+
+
+def may_do_harm(sums: StepSums) -> bool:
+    """Return True if the pull is above its limit, or not testable while the wrong tokens are above it."""
+    wrong, pull = sums.mean("wrong_tokens", "sequences_with_advantages"), sums.pull()
+    return sums["sequences"] >= MIN_SEQUENCES and (wrong if math.isnan(pull) else pull) > MAX_PULL
 
 
 def _title(sweep: SweepJson) -> str:
