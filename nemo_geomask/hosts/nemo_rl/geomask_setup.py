@@ -30,8 +30,9 @@ from nemo_geomask.hosts.nemo_rl.facts import (
     POLICY,
     describe_filter,
     neutral_values,
-    prev_readers,
+    own_loop_settings,
     replace_loss_config,
+    require_honoured,
 )
 from nemo_geomask.hosts.nemo_rl.host_patches import make_patches
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
@@ -135,8 +136,7 @@ def build_nemo_rl_loss(master_config: Any) -> PolicyLoss | LogitLoss | None:
             "loss_fn.record: rewards and environments will be null, since NeMo-RL logs no training batch under "
             "env.should_log_nemo_gym_responses: true; set it to false to have them recorded"
         )
-    if config.skips_prev and (problems := tuple(prev_readers(_plain_sections(master_config)))):
-        raise ConfigError(*problems)
+    require_honoured(config, _plain_sections(master_config))
     loss = policy_loss if config.logprob_backend == "nemo_rl" else LogitLoss(policy_loss)
     if isinstance(loss, LogitLoss):
         _refuse_filter(config.logprob_backend, policy_settings.get("generation") or {})
@@ -164,7 +164,8 @@ def prepare_policy(policy: Any, loss: PolicyLoss | LogitLoss | None, *, checkpoi
     Returns: the policy, which is the same object.
 
     Raises:
-        ConfigError: ``loss`` is None, so the recipe names no loss of this package.
+        ConfigError: ``loss`` is None, so the recipe names no loss of this package; or its ``denominator`` is
+            ``kept_in_loss``, whose factor no worker applies.
         WorkerError: a worker cannot load the loss.
         HostAPIError: NeMo-RL differs from the tested versions.
     """
@@ -174,6 +175,9 @@ def prepare_policy(policy: Any, loss: PolicyLoss | LogitLoss | None, *, checkpoi
             "set it, or train with NeMo-RL's own loss and the policy as it is"
         )
         raise ConfigError(Problem(("loss_fn.name",), message))
+    # A batch of one's own may have the tokens' versions, but the optimiser's step is the worker's.
+    if problems := tuple(own_loop_settings(loss.config, ["denominator"])):
+        raise ConfigError(*problems)
     worker_setup.check_workers(policy, loss)
     has_packed_rows = bool((policy.cfg.get("sequence_packing") or {}).get("enabled"))
     worker_setup.prepare_workers(policy, loss, has_packed_rows=has_packed_rows)

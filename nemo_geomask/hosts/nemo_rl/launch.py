@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import nemo_geomask
 from nemo_geomask.errors import ConfigError, GeomaskError, HostAPIError, MissingDependencyError
 from nemo_geomask.hosts.nemo_rl import accepted_apis, environment_probe, host_api, patch
-from nemo_geomask.hosts.nemo_rl.facts import LOSS_CONFIG, LOSS_MODULE, SETUPS, neutral_values, prev_readers
+from nemo_geomask.hosts.nemo_rl.facts import LOSS_CONFIG, LOSS_MODULE, SETUPS, neutral_values, require_honoured
 from nemo_geomask.hosts.nemo_rl.geomask_setup import is_wrapped, loss_choices, with_geomask
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version, import_nemo_rl, is_accepted
 from nemo_geomask.hosts.nemo_rl.loss_block import without_unread_fields
@@ -208,7 +208,7 @@ def _set_log_level() -> None:
 
 
 def _check_recipe(arguments: Sequence[str]) -> None:
-    """Check that the recipe's loss can be built, and that no other setting needs the ``prev_logprobs`` it skips."""
+    """Check that the recipe's loss can be built, and that NeMo-RL can train it."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config")
     try:
@@ -223,5 +223,4 @@ def _check_recipe(arguments: Sequence[str]) -> None:
         settings = without_unread_fields(settings, fields)
         with warnings.catch_warnings(action="ignore"):  # NeMo-RL builds the loss again, which repeats the warnings
             config = build_loss(settings).config
-        if config.skips_prev and (problems := tuple(prev_readers(recipe))):
-            raise ConfigError(*problems)
+        require_honoured(config, recipe)

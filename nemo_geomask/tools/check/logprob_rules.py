@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nemo_geomask.hosts.nemo_rl.facts import NO_ENTROPY, lacks_entropy, prev_readers, reads_setting
+from nemo_geomask.hosts.nemo_rl.facts import (
+    NO_ENTROPY,
+    lacks_entropy,
+    own_loop_settings,
+    prev_readers,
+    reads_setting,
+)
 from nemo_geomask.tools.check.logprob_paths import fused_key, missing_for_backend, missing_for_fused
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
@@ -103,9 +109,15 @@ def _logprob_backend(facts: RecipeFacts) -> Iterator[Hit]:
 @rule("GM315", "error", "docs/reference/nemo_rl.md")
 def _prev_not_computed(facts: RecipeFacts) -> Iterator[Hit]:
     """Setting that reads `prev_logprobs` although they are not computed."""
-    if facts.config.skips_prev:
-        for problem in prev_readers(facts.recipe.data):
-            yield Hit(problem.keys[0], problem.message, fix=problem.fix)
+    for problem in prev_readers(facts.config, facts.recipe.data):
+        yield Hit(problem.keys[0], problem.message, fix=problem.fix)
+
+
+@rule("GM347", "error", "docs/reference/nemo_rl.md", applies_to_lab=False)
+def _own_loop_needed(facts: RecipeFacts) -> Iterator[Hit]:
+    """Loss settings that need a training loop of your own."""
+    for problem in own_loop_settings(facts.config):
+        yield Hit(problem.keys[0], problem.message, fix=problem.fix)
 
 
 @rule("GM319", "error", "docs/reference/records.md")

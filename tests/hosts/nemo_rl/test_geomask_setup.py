@@ -420,6 +420,37 @@ def test_a_policy_without_a_loss_of_ours(host):
         prepare_policy(policy, chosen)
 
 
+SURVIVORS = {"denominator": "kept_in_loss", "kl_tokens": "kept", "masks": [{"preset": "sequence_tis"}]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "value"),
+    [
+        (SURVIVORS, "denominator", "kept_in_loss, but NeMo-RL's workers do not multiply the gradient by G/K"),
+        ({"proximal_policy": "interpolated"}, "proximal_policy", "interpolated, but it reads the tokens' versions"),
+        ({"max_token_lag": 2}, "max_token_lag", "2, but it reads the tokens' versions"),
+    ],
+)
+def test_a_setting_that_needs_a_loop_of_ones_own_is_refused(host, settings, key, value):
+    """Before a worker starts, in every way into NeMo-RL."""
+    loss = host()
+    ours = nemo_geomask.build_loss({"name": "clipped_pg", **settings})
+    policy = run_setup(loss, GSPO).policy
+    recipe = {"loss_fn": {"name": "clipped_pg", **settings}, "policy": {}}
+    ways = [lambda: with_geomask(lambda master_config: pytest.fail("setup ran"))(recipe)]
+    if key == "denominator":  # a batch of one's own may have versions, but the step is the worker's
+        ways.append(lambda: prepare_policy(policy, ours))
+    else:
+        prepare_policy(policy, ours)
+    for way in ways:
+        with pytest.raises(ConfigError) as caught:
+            way()
+        (problem,) = caught.value.problems
+        assert problem.keys == (f"loss_fn.{key}",)
+        assert problem.message.startswith(value)
+        assert problem.message.endswith(", or train in a loop of your own")
+
+
 def test_install_where_the_script_has_no_setup_is_an_error(host, monkeypatch):
     host()
     grpo()
