@@ -56,7 +56,11 @@ def mismatch_tables(comparisons: Sequence[TunedComparison]) -> str:
     head = ["variant", "bound", "learning rate", "correct terms", "reward, last 10 steps", "correct terms minus none's"]
     rows = [[*_tuned_cells(first, variant), by_variant.get(variant, "–")] for variant in first.grid]
     control_rows = [
-        [comparison.regime.title, *(_tuned_cells(comparison, variant)[3] for variant in comparison.grid), primary.text]
+        [
+            f"{comparison.regime.title}; {len(primary.by_seed)} seeds",
+            *(_tuned_cells(comparison, variant)[3] for variant in comparison.grid),
+            primary.text,
+        ]
         for comparison, primary in zip(controls, adjust_primaries(controls), strict=True)
     ]
     parts = [
@@ -65,8 +69,8 @@ def mismatch_tables(comparisons: Sequence[TunedComparison]) -> str:
         markdown_table(head, rows),
     ]
     if controls:
-        table = markdown_table(["engine, task", "none", "token weight", "token weight minus none"], control_rows)
-        parts += ["The controls, each over eight seeds, with Holm's correction over those that were run:", table]
+        table = markdown_table(["engine, task; seeds", "none", "token weight", "token weight minus none"], control_rows)
+        parts += ["The other regimes, with Holm's correction over those that were run:", table]
     return "\n\n".join(parts)
 
 
