@@ -22,9 +22,9 @@ _MARGIN = 3.0
 _NOISE, _FAR = {"bfloat16": 0.1, "nvfp4": 0.1, "fp8": 0.3}, 0.1
 """Limits of a typical token's noise, and of the share of tokens far apart.
 
-Seven healthy preflights on CPUs (DTensor v1 and v2, Megatron with EP 2 or TP 2, asynchronous; dense and mixtures of
-experts of random weights, bfloat16) had 0.018 to 0.024, and 0 to 0.031; rehearsals with an fp8 cache 0.12 to 0.16. No
-real model's was measured.
+Eight healthy preflights on CPUs (DTensor v1, also with TP 2, v2, Megatron with EP 2 or TP 2, asynchronous; dense and
+mixtures of experts; random weights, bfloat16) had 0.018 to 0.025, and 0 to 0.031; rehearsals with an fp8 cache 0.12 to
+0.16. No real model's was measured.
 """
 UPDATE = HealthyLimits(noise=0.1, far=0.1, of="a trainer against itself")
 """Limits of π_θ at a first update against π_old. The same preflights had 0; a GPU's kernels may depend on the batch."""
