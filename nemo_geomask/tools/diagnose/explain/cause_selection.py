@@ -48,6 +48,7 @@ class ShownCause(NamedTuple):
     detection: Detection  # what its detector found
     share: ExplainedShare | None  # the share of the mismatch that it accounts for; None if that can't be measured
     since: int | None = None  # first step that shows it; None if that is the first one, or two runs are compared
+    facts: frozenset[str] = frozenset()  # what the records hold of ``Cause.unless``
 
     @property
     def phrase(self) -> str:
@@ -62,8 +63,18 @@ class ShownCause(NamedTuple):
         """Advice on what to do; of a place, the likeliest causes and what tells them apart."""
         if not self.cause.is_place:
             return (f"to do: {self.cause.action}",)
-        likely = "; ".join(f"({number}) {text}" for number, text in enumerate(self.cause.likely, start=1))
-        return f"cause not known; likely: {likely}", f"to tell them apart: {self.cause.action}"
+        likely = "; ".join(f"({number}) {text}" for number, text in enumerate(self.likely, start=1))
+        return f"cause not known; likely: {likely}", f"to tell them apart: {self.action}"
+
+    @property
+    def likely(self) -> list[str]:
+        """Likely causes of a place, without those that the records refute."""
+        return self.cause.keep_unrefuted(self.cause.likely, self.facts)
+
+    @property
+    def action(self) -> str:
+        """What to do, without what the records make pointless."""
+        return "; ".join(self.cause.keep_unrefuted(self.cause.action.split("; "), self.facts))
 
 
 def rank_causes(detections: Mapping[str, Detection], evidence: Evidence) -> list[ShownCause]:
@@ -108,7 +119,10 @@ def rank_causes(detections: Mapping[str, Detection], evidence: Evidence) -> list
             continue  # there is such noise, too, but the mismatch is something else
         elif cause.is_bug or max(share.k3.value, share.capped_abs.value) >= MIN_LISTED_SHARE:
             ranks[id_] = (share.k3.value + share.capped_abs.value) / 2 + (share.k3.value > LARGEST_PART)
-    return [ShownCause(shown[id_], detections[id_], shares[id_]) for id_ in sorted(ranks, key=lambda id_: -ranks[id_])]
+    return [
+        ShownCause(shown[id_], detections[id_], shares[id_], facts=evidence.facts)
+        for id_ in sorted(ranks, key=lambda id_: -ranks[id_])
+    ]
 
 
 def _is_sure_of_part(share: ExplainedShare) -> bool:
@@ -128,10 +142,7 @@ def _disjoint_sums(shown: Mapping[str, Detection], evidence: Evidence) -> dict[s
     # The mismatch that the run already had before the change needs no cause.
     excess = total if evidence.sums_before is None else evidence.mismatch_beyond(evidence.sums_before)
     everywhere = tuple(id_ for id_ in DISTRIBUTION_CAUSES if id_ in shown and not shown[id_].place)
-    for ids, more_specific, available in (
-        (PLACES, everywhere, total),
-        (NOISE_CAUSES, (*everywhere, *PLACES), excess),
-    ):
+    for ids, more_specific, available in ((PLACES, everywhere, total), (NOISE_CAUSES, (*everywhere, *PLACES), excess)):
         remainder = available.minus(largest(more_specific))
         for id_ in ids:
             if (explained := sums.get(id_)) is not None:

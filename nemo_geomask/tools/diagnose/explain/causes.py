@@ -9,8 +9,8 @@ each accounts for.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
@@ -30,11 +30,17 @@ class Cause:
     detect: Detector  # function that looks for the cause
     is_bug: bool = False
     likely: tuple[str, ...] = ()  # empty for a cause
+    unless: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def is_place(self) -> bool:
         """True if this is a part of the data, whose cause is not known."""
         return bool(self.likely)
+
+    def keep_unrefuted(self, texts: Iterable[str], facts: Collection[str]) -> list[str]:
+        """Return those of its likely causes, or of the parts of its action, that the facts of the records leave."""
+        refuted = tuple(start for fact in facts for start in self.unless.get(fact, ()))
+        return [text for text in texts if not text.startswith(refuted)]
 
 
 _PLACE_DEFAULTS: dict[str, Any] = {

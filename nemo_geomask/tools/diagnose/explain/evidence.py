@@ -19,7 +19,7 @@ from nemo_geomask.tools.diagnose.measure.step_sums import BOOTSTRAP_SUMS, StepSu
 from nemo_geomask.tools.diagnose.measure.token_table import REPLICATES, TokenTable, sum_with_replicates
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
-DetectionState = Literal["shown", "explained", "ruled out", "not testable"]
+DetectionState = Literal["shown", "explained", "also possible", "ruled out", "not testable"]
 
 
 class MismatchSums(NamedTuple):
@@ -95,6 +95,15 @@ class Evidence:
         if self.onset is not None:
             table = self.statistics.tokens.select_sequences(self.statistics.tokens.step < self.onset)
         return table if table is not None and len(table) else None
+
+    @cached_property
+    def facts(self) -> frozenset[str]:
+        """What the records hold that refutes likely causes or makes an advice pointless (``Cause.unless``)."""
+        ages = self.tokens.numbers["staleness"][np.unique(self.tokens.sequence)]
+        facts = ["experts_known"] if self.statistics.experts is not None else []
+        if len(ages) and np.isfinite(ages).all():
+            facts += ["ages_recorded"] if np.ptp(ages) else ["ages_recorded", "one_age"]
+        return frozenset(facts)
 
     @property
     def side_names(self) -> tuple[str, str]:
@@ -203,6 +212,7 @@ class Detection:
     detectable_share: float = math.nan
     place: str = ""  # the tokens that have it, as a phrase; empty if all tokens do
     is_explained: bool = False  # True if the place stands out, but another one explains it
+    is_possible: bool = False  # True if the value exceeds the threshold of the cause, which is not shown for all that
 
     @property
     def state(self) -> DetectionState:
@@ -211,7 +221,7 @@ class Detection:
             return "shown"
         if self.is_explained:
             return "explained"
-        return "not testable" if self.needs else "ruled out"
+        return "not testable" if self.needs else "also possible" if self.is_possible else "ruled out"
 
 
 Detector = Callable[[Evidence, float], Detection]

@@ -22,15 +22,7 @@ def _detect_in_steps(
     description: str,
     explained: MismatchSums | None,
 ) -> Detection:
-    """Judge each step by a share of its tokens or sequences.
-
-    Args:
-        evidence: the run's statistics.
-        share: returns the share of a step; NaN if it can't be judged.
-        threshold: the share beyond which a step shows the fault.
-        description: format string for the largest share.
-        explained: mismatch of the tokens with the fault, over the judged steps; None if it can't be measured.
-    """
+    """Judge each step by a share of its tokens or sequences, NaN where it can't be judged; describe the largest."""
     shares = {step: share(sums) for step, sums in sorted(evidence.statistics.steps.items())}
     judged = {step: value for step, value in shares.items() if math.isfinite(value)}
     if not judged:

@@ -42,7 +42,6 @@ class LoggedMetric:
     smallest: float = 0.0
     largest: float = math.inf
     impossible: str = "a mean of absolute values can't be below 0"
-    is_signed: bool = False
 
     def measure_excess(self, value: float) -> float:
         """Return how far a value is on the bad side of perfect agreement, 0 or more."""
@@ -178,7 +177,8 @@ def _judge_metric(
     elif health != "healthy" and metric.excess == "ratio" and median < 1:
         remarks.append(
             "the weights of the correction have vanished, and with them the gradient, as products over long sequences "
-            "do: set loss_fn.is_correction_level: sequence_mean (or token)"
+            "do: set loss_fn.name: clipped_pg with is_correction_level: token; in a recipe without loss_fn.name, "
+            "sequence_level_importance_ratios: true makes such products"
         )
     beyond_now = [step for step in beyond if step in judged]
     is_half = health != "healthy" and 2 * len(beyond_now) <= len(judged)
@@ -205,7 +205,7 @@ def _read_excess(
         is_possible = metric.smallest - _ROUNDING <= value <= metric.largest + _ROUNDING
         if not is_possible:
             impossible.add(step)
-        if is_possible or (metric.is_signed and math.isfinite(value)):
+        if is_possible:
             excess[step] = metric.measure_excess(value)
     return excess, impossible
 

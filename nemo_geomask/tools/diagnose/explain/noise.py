@@ -131,6 +131,7 @@ def detect_few_tokens(evidence: Evidence, threshold: float) -> Detection:
     factor, growth, explained, flags = _find_tail(table, before)
     share = max(float(part[0]) / max(float(sums[0]), 1e-12) for part, sums in zip(explained, total, strict=True))
     few = float((table.weight * flags).sum() / table.weight.sum())
+    where = "" if table is evidence.tokens else " elsewhere"
     is_beyond = (
         few < MAX_FEW
         and float(growth[0]) > threshold
@@ -138,8 +139,8 @@ def detect_few_tokens(evidence: Evidence, threshold: float) -> Detection:
         and share > MIN_EXPLAINED_SHARE
     )
     description = (
-        f"{few:.2g} of the tokens have more than {factor:g} times the median noise, {growth[0]:.1f} times as many as "
-        f"{'usual' if before is None else _reference(evidence)}"
+        f"{few:.2g} of the tokens{where} have more than {factor:g} times the median noise, {growth[0]:.1f} times as "
+        f"many as {'usual' if before is None else _reference(evidence)}"
     )
     return Detection(
         float(growth[0]),
@@ -176,7 +177,7 @@ def detect_routing(evidence: Evidence, threshold: float) -> Detection:
     elif concentrated > MAX_CONCENTRATION:
         reason = f"the mismatch is concentrated in {evidence.location.regions[0].description}"
     if reason:
-        return Detection(detection.value, f"{detection.description}, but {reason}")
+        return Detection(0.0, f"{detection.description}, but {reason}")
     return detection
 
 

@@ -27,6 +27,8 @@ MIN_TYPICAL_LIFT = 1.3
 """Ratio of the median noise in a region to that elsewhere below which only few of its tokens are worse."""
 MIN_NAMED_EXCESS = 0.6
 """Excess from which a region is named although only few of its tokens are worse."""
+MIN_NAMED_K3 = 0.9
+"""Share of k3 from which it is named all the same: it holds nearly all of the tokens that differ most."""
 
 
 def detect_place(*ids: str, is_early: bool = False) -> Detector:
@@ -44,8 +46,10 @@ def detect_place(*ids: str, is_early: bool = False) -> Detector:
         if region is None:
             return _describe_absence(evidence, ids, tested)
         if evidence.is_growth(region):
-            return Detection(region.excess, f"the mismatch is largest in {region.description}, the last ones")
+            description = f"the mismatch is largest in {region.description}, the last ones"
+            return Detection(region.excess, description, is_explained=True)
         few = _has_few_bad_tokens(evidence, region)
+        explained, all_k3 = evidence.mismatch_in(region), evidence.mismatch_after.k3[0]
         description = (
             f"{region.lift:.1f} times the mismatch of the other tokens, in {region.sequences:.0%} of the sequences"
         )
@@ -54,8 +58,9 @@ def detect_place(*ids: str, is_early: bool = False) -> Detector:
         return Detection(
             region.excess,
             description,
-            region.excess > threshold and not (few and region.excess < MIN_NAMED_EXCESS),
-            explained=evidence.mismatch_in(region),
+            region.excess > threshold
+            and not (few and region.excess < MIN_NAMED_EXCESS and not explained.k3[0] > MIN_NAMED_K3 * all_k3),
+            explained=explained,
             steps=_steps_of(region),
             part_value=_rate_in(region),
             detectable_share=min(tested, default=math.nan),

@@ -163,6 +163,12 @@ class RunDiagnosis:
             if detection.state == "ruled out"
         ]
         text = f"ruled out: {', '.join(ruled_out)}" if ruled_out else "nothing is ruled out"
+        possible = [
+            f"{id_.replace('_', ' ')} ({detection.description})"
+            for id_, detection in detections
+            if detection.state == "also possible"
+        ]
+        text = f"also possible: {', '.join(possible)}; {text}" if possible else text
         untested = [
             f"{', '.join(id_.replace('_', ' ') for id_ in ids)} (needs {needs})"
             for needs, ids in causes_by_need(self.detections).items()

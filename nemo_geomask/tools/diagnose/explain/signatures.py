@@ -14,12 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from nemo_geomask.tools.diagnose.explain.evidence import (
-    Detection,
-    Evidence,
-    MismatchSums,
-    fault_mismatch,
-)
+from nemo_geomask.tools.diagnose.explain.evidence import Detection, Evidence, MismatchSums, fault_mismatch
 from nemo_geomask.tools.diagnose.explain.profile import Profile, in_scope, net_mismatch, profile
 from nemo_geomask.tools.diagnose.measure.dimensions import SURPRISE_EDGES
 from nemo_geomask.tools.diagnose.measure.step_sums import ratio_or_nan
@@ -82,21 +77,16 @@ def _detect_filter(table: TokenTable, evidence: Evidence, threshold: float) -> D
     is_shown = min(cut, -mean) > threshold and -mean > MIN_ERRORS * error and is_lower and is_typical
     if is_shown and (_find_factor(shape) is not None or _find_penalty(table) is not None):
         is_shown = False
-    where = "at every probability" if is_lower else "not at every probability"
+    where = f"{'less' if cut > 0 else 'more'} probability, {'' if is_lower else 'not '}at every probability"
     explained = net_mismatch(table).plus(fault_mismatch(evidence.sums_after, "zero"))
     # All steps are pooled in this measurement, so all are reported.
     return Detection(
-        cut,
-        f"the training engine gives the typical sampled token {describe_change(-cut)} probability, {where}",
+        max(min(cut, -mean), 0.0),
+        f"the training engine gives the typical sampled token {abs(cut):.1%} {where}",
         is_shown,
         evidence.steps_after if is_shown else (),
         explained=explained,
     )
-
-
-def describe_change(share: float) -> str:
-    """Return a relative change as text, such as "3.0% more" or "1.2% less"."""
-    return f"{abs(share):.1%} {'more' if share > 0 else 'less'}"
 
 
 def _find_factor(shape: Profile) -> float | None:

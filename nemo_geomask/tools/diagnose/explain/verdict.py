@@ -163,6 +163,9 @@ def _find_part_that_rose(
 
 def _detect(evidence: Evidence, sequences: float) -> tuple[dict[str, Detection], list[ShownCause]]:
     detections = {cause.id: cause.detect(evidence, cause.threshold) for cause in CAUSES}
+    for cause in CAUSES:
+        is_possible = not detections[cause.id].is_shown and detections[cause.id].value > cause.threshold
+        detections[cause.id] = replace(detections[cause.id], is_possible=is_possible)
     if evidence.is_immaterial:
         detections |= {id_: _rule_out_if_shown(detections[id_]) for id_ in _RELATIVE_CAUSES}
     # Bugs are reported however few sequences there are; other causes need MIN_SEQUENCES.

@@ -100,11 +100,7 @@ def _squared_residuals(values: Array) -> Array:
     logarithms = np.log1p(steps)
     residuals = np.full((count, 3), np.nan)
     for column, (shape, products) in enumerate(
-        (
-            (np.ones(count), sums),
-            (steps, np.cumsum(sums)),
-            (logarithms, _convolution(logarithms, from_last)),
-        )
+        ((np.ones(count), sums), (steps, np.cumsum(sums)), (logarithms, _convolution(logarithms, from_last)))
     ):
         variation = np.cumsum(shape * shape) - np.cumsum(shape) ** 2 / count
         residuals[1:, column] = (square - products[:-1] ** 2 / variation[:-1])[::-1]

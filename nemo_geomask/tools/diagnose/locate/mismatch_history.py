@@ -7,13 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemo_geomask.tools.diagnose.locate.change_points import (
-    MIN_NOISE,
-    MIN_RISE,
-    MIN_SCORE,
-    ChangePoint,
-    find_change,
-)
+from nemo_geomask.tools.diagnose.locate.change_points import MIN_NOISE, MIN_RISE, MIN_SCORE, ChangePoint, find_change
 from nemo_geomask.tools.diagnose.locate.step_patterns import Period, find_edge_rise, find_period
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_sums import StepSums

@@ -211,10 +211,7 @@ def _earlier_level_rates(search: SearchedTokens, factor: Factor, levels: Levels)
 def _choose_levels(size: Array, bases: Sequence[Array], factor: Factor) -> list[int] | None:
     """Return the levels that hold the most information: a range of bins, else those with the highest rates.
 
-    Args:
-        size: the mismatch of each level.
-        bases: the exposure of each level; of several, the one counts that makes a choice of levels least informative.
-        factor: the factor.
+    ``size`` is the mismatch of each level; of several exposures, that counts which makes a choice least informative.
     """
     total, exposure = float(size.sum()), bases[0]
     if total <= 0 or exposure.sum() <= 0:

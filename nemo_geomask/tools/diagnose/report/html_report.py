@@ -172,7 +172,7 @@ def _run_context(index: int, name: str, directory: Path, diagnosis: RunDiagnosis
         "verdict": verdict,
         "reason": "; ".join([reason, *diagnosis.evidence.statistics.file_notes]),
         "advice": diagnosis.shown[0].advice if diagnosis.shown else (),
-        "place": diagnosis.cause if diagnosis.cause is not None and diagnosis.cause.is_place else None,
+        "place": diagnosis.shown[0] if diagnosis.cause is not None and diagnosis.cause.is_place else None,
         "ruled_out": [cause.name for cause in ruled_out if not cause.is_place],
         "without_excess": [cause.name for cause in ruled_out if cause.is_place],
         "untested": {

@@ -81,10 +81,10 @@ def _cause_json(shown: ShownCause) -> NamedCauseJson:
     return {
         "id": cause.id,
         "name": cause.name,
-        "action": cause.action,
+        "action": shown.action,
         "is_known": not cause.is_place,
         "place": shown.detection.place,
-        "likely": list(cause.likely),
+        "likely": shown.likely,
     }
 
 

@@ -22,12 +22,7 @@ from nemo_geomask.tools.diagnose.measure.dimensions import (
     sum_parts,
 )
 from nemo_geomask.tools.diagnose.measure.step_sums import ratio_or_nan
-from nemo_geomask.tools.diagnose.measure.thresholds import (
-    HEALTH_LIMITS,
-    QUANTITIES,
-    REMOVED_SHARES,
-    HealthLimit,
-)
+from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS, QUANTITIES, REMOVED_SHARES, HealthLimit
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL, ratio_interval
 from nemo_geomask.tools.shared.terminal_tables import ABSENT, print_table
 from nemo_geomask.tools.shared.terminal_text import escape_line

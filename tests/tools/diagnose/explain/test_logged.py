@@ -242,7 +242,8 @@ def test_a_rise_within_the_limits_is_a_remark():
     [
         ({"token_mult_prob_error": [0.0] * 40, "gen_kl_error": [0.0] * 40}, "unknown", "impossible in 40 of 40 steps"),
         ({"token_mult_prob_error": [1.02] * 20 + [0.51] * 20}, "unknown", "impossible in 20 of 40 steps, down to 0.51"),
-        ({"gen_kl_error": [-0.5] * 40}, "broken", "gen_kl_error is impossible in 40 of 40 steps, down to -0.5"),
+        ({"gen_kl_error": [-0.5] * 40}, "broken", "gen_kl_error -0.5 (broken; limits ±0.01, ±0.1)"),
+        ({"geomask/mismatch_k3": [-0.005] * 40}, "unknown", "impossible in 40 of 40 steps, down to -0.005"),
         (
             {"token_mult_prob_error": [0.5, 1.02, 1.02, 1.02] * 10, "gen_kl_error": [5e-4, 1e-3, 1e-3, 1e-3] * 10},
             "healthy",
@@ -271,7 +272,7 @@ def test_vanished_sequence_weights_are_named_with_the_setting():
     assert verdict.health == "broken"
     assert "sampling_importance_ratio 0.06 (broken; limits 0.5 to 2, 0.1 to 10)" in verdict.sentence
     assert "the weights of the correction have vanished" in verdict.sentence
-    assert "is_correction_level: sequence_mean" in verdict.sentence
+    assert "loss_fn.name: clipped_pg with is_correction_level: token" in verdict.sentence
 
 
 @pytest.mark.parametrize(
