@@ -3,7 +3,6 @@
 Other tools import what they need from here, and nothing from the modules inside.
 """
 
-from nemo_geomask.tools.check.cluster_rules import training_gpus
 from nemo_geomask.tools.check.logit_memory import (
     GPU_BYTES,
     LOGPROB_METHODS,
@@ -16,7 +15,13 @@ from nemo_geomask.tools.check.logit_memory import (
 from nemo_geomask.tools.check.logprob_paths import scoring_passes
 from nemo_geomask.tools.check.model_shapes import ModelShape, has_experts, shape_of
 from nemo_geomask.tools.check.objective_text import describe
-from nemo_geomask.tools.check.parallel_layout import Layout, layout_keys, layout_of, trained_sections
+from nemo_geomask.tools.check.parallel_layout import (
+    Layout,
+    layout_keys,
+    layout_of,
+    trained_sections,
+    training_gpus,
+)
 from nemo_geomask.tools.check.recipe_check import RULES, UNCHECKED_SECTIONS, Report, check
 from nemo_geomask.tools.check.recipe_facts import MISMATCH_KL, RecipeFacts
 from nemo_geomask.tools.check.rule import Finding, Hit, Rule, Severity

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from nemo_geomask.config.conflicts import whole_batch_problems
 from nemo_geomask.hosts.nemo_rl.facts import splits_replicated_experts
-from nemo_geomask.tools.check.parallel_layout import MODEL_AXES, layout_keys, layout_of
+from nemo_geomask.tools.check.parallel_layout import MODEL_AXES, layout_keys, layout_of, training_gpus
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
 
@@ -29,29 +29,6 @@ def _indivisible_gpus(facts: RecipeFacts) -> Iterator[Hit]:
         f"{factors} = {product} does not divide the {gpus} GPUs that train; change one of the sizes, "
         "cluster.gpus_per_node or cluster.num_nodes",
     )
-
-
-def training_gpus(facts: RecipeFacts) -> int | None:
-    """Return the number of GPUs that train: those of the cluster without those that only sample.
-
-    Returns:
-        None if the recipe does not determine it, or if other models than the policy need some of the GPUs.
-    """
-    gpus_per_node, nodes = facts.number("cluster.gpus_per_node"), facts.number("cluster.num_nodes")
-    # With segment_size, NeMo-RL leaves out GPUs that don't fill a segment. A reward model may take some of them, too.
-    is_divided = any(facts.get(key) is not None for key in ("on_policy_distillation", "cluster.segment_size"))
-    if is_divided or facts.get("env.reward_model.resources") is not None or not gpus_per_node or not nodes:
-        return None
-    if not float(gpus_per_node * nodes).is_integer():
-        return None
-    if facts.get("policy.generation.colocated.enabled") is not False:
-        return int(gpus_per_node * nodes)
-    resources = "policy.generation.colocated.resources"
-    sampling_gpus_per_node = facts.number(f"{resources}.gpus_per_node") or gpus_per_node
-    sampling_nodes = facts.number(f"{resources}.num_nodes") or nodes
-    # NeMo-RL splits a single node by GPUs, and a larger cluster by nodes.
-    gpus = gpus_per_node - sampling_gpus_per_node if nodes == 1 else gpus_per_node * (nodes - sampling_nodes)
-    return int(gpus) if gpus > 0 else None
 
 
 def _sampling_gpus(facts: RecipeFacts) -> int | None:

@@ -84,7 +84,7 @@ def layout_keys(facts: RecipeFacts, section: str = "policy") -> Mapping[str, str
 
 
 def layout_of(facts: RecipeFacts, section: str = "policy") -> Layout:
-    """Return the layout of a recipe, whose data parallelism takes all GPUs of the cluster.
+    """Return the layout of a recipe, whose data parallelism takes all GPUs that train.
 
     Args:
         facts: the recipe.
@@ -95,9 +95,32 @@ def layout_of(facts: RecipeFacts, section: str = "policy") -> Layout:
         return max(1, facts.size(key))
 
     sizes = {axis: size(key) for axis, key in layout_keys(facts, section).items()}
-    gpus = size("cluster.gpus_per_node") * size("cluster.num_nodes")
+    gpus = training_gpus(facts) or size("cluster.gpus_per_node") * size("cluster.num_nodes")
     replica = Layout(**sizes)
     return replace(replica, dp=max(1, gpus // replica.ranks_per_replica))
+
+
+def training_gpus(facts: RecipeFacts) -> int | None:
+    """Return the number of GPUs that train: those of the cluster without those that only sample.
+
+    Returns:
+        None if the recipe does not determine it, or if other models than the policy need some of the GPUs.
+    """
+    gpus_per_node, nodes = facts.number("cluster.gpus_per_node"), facts.number("cluster.num_nodes")
+    # With segment_size, NeMo-RL leaves out GPUs that don't fill a segment. A reward model may take some of them, too.
+    is_divided = any(facts.get(key) is not None for key in ("on_policy_distillation", "cluster.segment_size"))
+    if is_divided or facts.get("env.reward_model.resources") is not None or not gpus_per_node or not nodes:
+        return None
+    if not float(gpus_per_node * nodes).is_integer():
+        return None
+    if facts.get("policy.generation.colocated.enabled") is not False:
+        return int(gpus_per_node * nodes)
+    resources = "policy.generation.colocated.resources"
+    sampling_gpus_per_node = facts.number(f"{resources}.gpus_per_node") or gpus_per_node
+    sampling_nodes = facts.number(f"{resources}.num_nodes") or nodes
+    # NeMo-RL splits a single node by GPUs, and a larger cluster by nodes.
+    gpus = gpus_per_node - sampling_gpus_per_node if nodes == 1 else gpus_per_node * (nodes - sampling_nodes)
+    return int(gpus) if gpus > 0 else None
 
 
 def _divisors(size: int) -> Iterator[int]:

@@ -49,9 +49,9 @@ def _settings_without_name(facts: RecipeFacts) -> Iterator[Hit]:
         if key not in LOSS_FIELDS and value is not None and value != field.default:
             yield Hit(
                 f"loss_fn.{key}",
-                "loss_fn has no name, so NeMo-RL's own loss trains, which ignores this key; {fix} (or another "
-                f"objective), or remove {key}",
-                fix={"loss_fn.name": "clipped_pg"},
+                "loss_fn has no name, so NeMo-RL's own loss trains, which ignores this key; {fix} or remove "
+                "it, or set loss_fn.name to an objective of this package",
+                fix={f"loss_fn.{key}": None},
             )
 
 

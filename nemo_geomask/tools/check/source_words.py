@@ -16,9 +16,11 @@ from typing import NamedTuple
 
 from nemo_geomask.recipe.input_limits import parse_python, read_source
 
-_GENERIC_KEYS = ("name", "type", "mode", "format")
+_GENERIC_KEYS = ("name", "type", "mode", "format", "backend")
 """Keys that say little without their section, so that only comparisons within a section of that name count."""
 _ANY_SECTION = re.compile(r"(master_|data_|policy_|base_)?(config|cfg|self|kwargs|args|settings|s|c)s?")
+_OTHER_MODULES = re.compile(r"/(dpo|rm|sft|distillation|run_eval|evals|eval_datasets|preference_datasets)\b")
+"""Modules that train no policy loss, which have registries of their own under the same names."""
 _SETTING = re.compile(r"""^[ \t-]*(\w+):[ \t]*["']?([A-Za-z][\w.:-]*)["']?[ \t]*(?:#.*)?$""", re.MULTILINE)
 
 
@@ -57,14 +59,17 @@ def words_in_source(checkout: Path, section: str, key: str, algorithm: str) -> t
         checkout: folder of NeMo-RL's source.
         section: name of the section that the key is in, without those around it.
         key: name of the key.
-        algorithm: ``grpo`` or ``ppo``; what the trainer of the other one compares is left out.
+        algorithm: ``grpo`` or ``ppo``, for which the trainers of others are left out; or another algorithm.
     """
     other = checkout / "nemo_rl/algorithms" / ("ppo.py" if algorithm == "grpo" else "grpo.py")
+    trains_policy_loss = algorithm in ("grpo", "ppo")
     words: set[str] = set()
     accepted: set[str] = set()
     is_closed = False
     for path, text in source_texts(checkout).items():
         if key not in text or path == other or (key in _GENERIC_KEYS and section not in text):
+            continue
+        if trains_policy_loss and _OTHER_MODULES.search(path.relative_to(checkout).as_posix()):
             continue
         for comparison in _comparisons(checkout, path):
             has_own_name = key not in _GENERIC_KEYS and not comparison.section
@@ -78,6 +83,7 @@ def words_in_source(checkout: Path, section: str, key: str, algorithm: str) -> t
 
 
 def _overlap(first: str, second: str) -> bool:
+    first, second = first.replace("_", ""), second.replace("_", "")
     return first in second or second in first
 
 
@@ -93,7 +99,7 @@ def words_in_recipes(checkout: Path) -> Mapping[str, frozenset[str]]:
 
 @functools.cache
 def _comparisons(checkout: Path, path: Path) -> tuple[WordComparison, ...]:
-    return tuple(_SourceModule(checkout, _parsed(source_texts(checkout)[path])).comparisons())
+    return tuple(_SourceModule(checkout, path).comparisons())
 
 
 def _parsed(text: str) -> ast.Module:
@@ -106,10 +112,12 @@ def _parsed(text: str) -> ast.Module:
 
 
 @functools.cache
-def _constant(checkout: Path, name: str) -> tuple[tuple[str, ...], bool]:
-    """Return the words of a constant or an ``Enum``, and True if no function adds to it."""
+def _constant(checkout: Path, path: Path, name: str) -> tuple[tuple[str, ...], bool]:
+    """Return the words of a constant or an ``Enum`` that a module uses, and True if no function adds to it."""
     definition = re.compile(rf"^ *(class )?{name}\b[^\n]*[=:]", re.MULTILINE)
+    own = source_texts(checkout)[path]
     texts = [text for text in source_texts(checkout).values() if name in text]
+    texts = [own] if definition.search(own) else texts
     trees = [_parsed(text) for text in texts if definition.search(text)]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.stmt)]
     words = tuple(word for node in nodes for word in _words_of_definition(node, name))
@@ -142,11 +150,13 @@ def _literal_words(node: ast.expr | None) -> list[str]:
 class _SourceModule:
     """Comparisons in one module."""
 
-    def __init__(self, checkout: Path, tree: ast.Module) -> None:
-        self.checkout = checkout
-        self.tree = tree
-        # Of the function at hand: keys of its variables, its constants, and its class if that holds settings.
+    def __init__(self, checkout: Path, path: Path) -> None:
+        self.checkout, self.path = checkout, path
+        self.tree = _parsed(source_texts(checkout)[path])
+        # Of the function at hand: keys of its variables, variables of its loops, which read no key although they may be
+        # named like one, its constants, and its class if that holds settings.
         self.keys: dict[str, _Key] = {}
+        self.loops: set[str] = set()
         self.constants: dict[str, ast.expr] = {}
         self.owner = ""
 
@@ -159,6 +169,8 @@ class _SourceModule:
         for function in (self.tree, *functions):
             nodes, self.owner = list(_own_nodes(function)), owners.get(function, "")
             self.keys, self.constants = {}, {}
+            targets = [node.target for node in nodes if isinstance(node, ast.For | ast.comprehension)]
+            self.loops = {part.id for each in targets for part in ast.walk(each) if isinstance(part, ast.Name)}
             for node in nodes:
                 if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
                     self._assign(node)
@@ -227,13 +239,15 @@ class _SourceModule:
             node = ast.Name(node.attr)
         if isinstance(node, ast.Name) and node.id not in self.constants:
             is_constant = node.id[:1].isupper() and len(node.id) > 1
-            return _constant(self.checkout, node.id) if is_constant else ((), False)
+            return _constant(self.checkout, self.path, node.id) if is_constant else ((), False)
         return tuple(_literal_words(self.constants[node.id] if isinstance(node, ast.Name) else node)), True
 
     def _key(self, node: ast.expr) -> _Key | None:
         """Return the key that an expression reads: ``x["key"]``, ``x.get("key")``, ``x.key``, or a variable for one."""
         if isinstance(node, ast.Name):
-            return self.keys.get(node.id) or (_Key("", node.id) if node.id.islower() else None)
+            return self.keys.get(node.id) or (
+                _Key("", node.id) if node.id.islower() and node.id not in self.loops else None
+            )
         if isinstance(node, ast.BoolOp):
             return next((key for value in node.values if (key := self._key(value))), None)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import re
 from collections.abc import Collection, Iterator
@@ -16,9 +15,11 @@ from nemo_geomask.tools.check.source_words import words_in_recipes, words_in_sou
 
 _WORD = re.compile(r"[A-Za-z][\w.+-]{1,60}")
 _IMPORT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-_FREE_SECTION = re.compile(r"(^|\.)(logger|loss_fn|env_vars|\w*overrides|\w*_kwargs|non_colocated_teachers)\.")
+_FREE_SECTION = re.compile(
+    r"(^|\.)(logger|loss_fn|env_vars|\w*overrides|\w*_kwargs|non_colocated_teachers)\.|metric_name$"
+)
 """Sections whose texts are free, that are checked elsewhere, or that NeMo-RL passes on to other libraries."""
-_NEAR = 0.75  # similarity of a typing error, as difflib measures it
+_LETTERS_PER_ERROR = 4  # of a misspelt word; one error is allowed in a shorter word
 # No source says what vLLM takes; with fp8, NeMo-RL loads its own quantised weights.
 _VLLM_WORDS = {
     "policy.generation.vllm_cfg.precision": ("auto", "half", "float16", "bfloat16", "float", "float32", "fp8"),
@@ -39,7 +40,9 @@ def _words(key: str, facts: RecipeFacts) -> tuple[Collection[str], Collection[st
     """Return the words that NeMo-RL knows at a key, and those to which it holds the key; empty if it accepts any."""
     assert facts.nemo_rl is not None
     *_, section, name = ["", *re.sub(r"\[\d+\]", "", key).split(".")]
-    compared, accepted = words_in_source(facts.nemo_rl, section.removesuffix("_cfg"), name, facts.algorithm)
+    compared, accepted = words_in_source(
+        facts.nemo_rl, section.removesuffix("_cfg"), name, facts.other_algorithm or facts.algorithm
+    )
     return compared | words_in_recipes(facts.nemo_rl).get(name, frozenset()), _VLLM_WORDS.get(key) or accepted
 
 
@@ -57,8 +60,8 @@ def _refused_word(facts: RecipeFacts) -> Iterator[Hit]:
         _, accepted = _words(key, facts)
         # Evaluation has datasets of its own; a name with a dot is that of a class.
         if accepted and value not in accepted and "." not in value and "eval" not in facts.recipe.data:
-            nearest = _nearest(value, accepted, cutoff=0.5)
-            allowed = ", ".join(sorted(accepted)[:12])
+            nearest = nearest_word(value, accepted)
+            allowed = ", ".join(sorted(accepted, key=str.casefold))
             yield Hit(key, f"{value}: NeMo-RL refuses it; it takes {allowed}", fix={key: nearest[0]} if nearest else {})
 
 
@@ -81,18 +84,32 @@ def _misspelt_word(facts: RecipeFacts) -> Iterator[Hit]:
             if not _lacks_name(value, facts.nemo_rl):
                 continue
             candidates = words_in_recipes(facts.nemo_rl).get(key.rpartition(".")[2], ())
-            if value.partition(".")[0] in ("nemo_rl", "examples") and not _nearest(value, candidates, cutoff=_NEAR):
+            if value.partition(".")[0] in ("nemo_rl", "examples") and not nearest_word(value, candidates):
                 yield Hit(key, f"{value}: NeMo-RL has no such name; give the path of one that can be imported")
-        nearest = _nearest(value, candidates, cutoff=_NEAR)
+        nearest = nearest_word(value, candidates)
         nearest = nearest or [word for word in sorted(candidates) if word.startswith(value) and len(value) > 2][:1]
         if nearest:
             yield Hit(key, f"{value}: neither NeMo-RL's source nor its recipes have this word", fix={key: nearest[0]})
 
 
-def _nearest(value: str, words: Collection[str], cutoff: float) -> list[str]:
-    """Return the word most similar to a value, in whatever case; an empty list if none is similar enough."""
-    by_lower = {word.lower(): word for word in sorted(words)}
-    return [by_lower[word] for word in difflib.get_close_matches(value.lower(), by_lower, n=1, cutoff=cutoff)]
+def nearest_word(value: str, words: Collection[str]) -> list[str]:
+    """Return the word of which a value may be a misspelling, in whatever case; an empty list if there is none."""
+    errors = {word: _edit_distance(value.lower(), word.lower()) for word in sorted(words)}
+    nearest = min(errors, key=errors.__getitem__, default="")
+    return [nearest] if nearest and errors[nearest] <= max(1, len(value) // _LETTERS_PER_ERROR) else []
+
+
+def _edit_distance(first: str, second: str) -> int:
+    """Return the number of letters to insert, delete, replace or swap with the next that make one text the other."""
+    rows = [list(range(len(second) + 1))]
+    for i, letter in enumerate(first, 1):
+        row = [i]
+        for j, other in enumerate(second, 1):
+            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != other)))
+            if i > 1 and j > 1 and first[i - 2 : i] == second[j - 1] + second[j - 2]:
+                row[-1] = min(row[-1], rows[-2][j - 2] + 1)
+        rows.append(row)
+    return rows[-1][-1]
 
 
 def _lacks_name(path: str, checkout: Path) -> bool:

@@ -21,6 +21,8 @@ from nemo_geomask.tools.check import Finding, RecipeFacts, check
 from nemo_geomask.tools.check.model_shapes import has_experts
 from nemo_geomask.tools.check.recipe_check import UNCHECKED_SECTIONS
 from nemo_geomask.tools.check.recipe_fixes import fix_recipe
+from nemo_geomask.tools.check.source_words import words_in_source
+from nemo_geomask.tools.check.word_rules import nearest_word
 
 TEXT = """\
 # head
@@ -137,6 +139,43 @@ def test_a_misspelt_key_is_renamed_where_it_is_written(recipe):
     for key, name in (("policy.generation", "generation"), ("policy.max_grad_norm", "x"), ("loss_fn.a.b", "x")):
         with pytest.raises(ConfigError, match="do so by hand"):
             rename_in_text(text, key, name)
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        ("vlm", "vllm"),
+        ("VLLM", "vllm"),
+        ("gea", "gae"),
+        ("MathDS", ""),
+        ("foo", ""),
+        ("OpenMathInstruct3", "OpenMathInstruct-2"),
+    ],
+)
+def test_only_a_misspelling_has_a_nearest_word(value, word):
+    words = ("vllm", "gae", "math", "refcoco", "OpenMathInstruct-2", "openai_format")
+    assert "".join(nearest_word(value, words)) == word
+
+
+def test_a_key_has_the_words_of_its_own_section_registry_and_algorithm(tmp_path):
+    modules = {
+        "response.py": 'NAMES = {"a": 1}\ndef load(dataset_name):\n    return NAMES[dataset_name]\n',
+        "preference_datasets.py": 'NAMES = {"b": 1}\ndef load(dataset_name):\n    return NAMES[dataset_name]\n',
+        "plane.py": 'def start(data_plane):\n    assert data_plane["backend"] in ("nccl", "x")\n',
+        "grpo.py": 'def run(generation):\n    assert generation["backend"] in ("vllm", "sglang")\n'
+        '    for metric_name in ("r",):\n        assert metric_name in ("reward", "loss")\n',
+    }
+    (tmp_path / "nemo_rl").mkdir()
+    for name, text in modules.items():
+        (tmp_path / "nemo_rl" / name).write_text(text)
+
+    def accepted(section, key):
+        return words_in_source(tmp_path, section, key, "grpo")[1]
+
+    assert accepted("train", "dataset_name") == {"a"}
+    assert accepted("generation", "backend") == {"vllm", "sglang"}
+    assert accepted("data_plane", "backend") == {"nccl", "x"}
+    assert accepted("checkpointing", "metric_name") == set()
 
 
 _CHOICES = {
