@@ -137,12 +137,12 @@ def test_who_needs_prev(settings, needs):
         ({"force_on_policy_ratio": True}, "force_on_policy_ratio: true sets the ratio to 1; unset one of them"),
         (
             {"is_correction_level": "token", "use_importance_sampling_correction": True},
-            "remove is_correction_level, or set",
+            "set is_correction_level: null, or",
         ),
-        ({"is_correction_level": "token"}, "remove is_correction_level, or set ratio_anchor: prev"),
+        ({"is_correction_level": "token"}, "set is_correction_level: null, or ratio_anchor: prev"),
         (
             {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0},
-            "remove truncated_importance_sampling_type, or set ratio_anchor: prev",
+            "truncated_importance_sampling_ratio: null, or ratio_anchor: prev",
         ),
     ],
 )

@@ -127,7 +127,7 @@ def test_a_batch_in_parts_has_no_mean():
     ("settings", "found"),
     [
         ({"is_correction_batch_normalize": True}, "has no effect while use_importance_sampling_correction is false"),
-        ({**NORMALIZED, "ratio_anchor": "gen"}, "remove is_correction_batch_normalize, or set ratio_anchor: prev"),
+        ({**NORMALIZED, "ratio_anchor": "gen"}, "set is_correction_batch_normalize: false, or ratio_anchor: prev"),
         ({**NORMALIZED, "force_on_policy_ratio": True}, "the weight's mean reads prev_logprobs before the step"),
     ],
 )

@@ -420,7 +420,11 @@ def test_a_policy_without_a_loss_of_ours(host):
         prepare_policy(policy, chosen)
 
 
-SURVIVORS = {"denominator": "kept_in_loss", "kl_tokens": "kept", "masks": [{"preset": "sequence_tis"}]}
+SURVIVORS = {
+    "denominator": "kept_in_loss",
+    "kl_tokens": "kept",
+    "masks": [{"log_ratio": "total", "level": "sequence_mean", "statistic": "ratio_abs", "max": 1.7}],
+}
 
 
 @pytest.mark.parametrize(
