@@ -10,13 +10,13 @@ import ast
 import contextlib
 import itertools
 import operator
-import re
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 from nemo_geomask.recipe.input_limits import check_values
-from nemo_geomask.tools.translate.python_objects import DELETED, Bound, ProgramState, Thing
+from nemo_geomask.tools.translate.python_objects import DELETED, Bound, ProgramState, Thing, dotted_name, shown_code
 from nemo_geomask.tools.translate.setting_values import ExpansionBudget
 from nemo_geomask.tools.translate.shell_reader import ProgramRun, docstring_run
 
@@ -26,8 +26,6 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     getattr(ast, node): getattr(operator, name)
     for node, name in (pair.split() for pair in ("Add add", "Sub sub", "Mult mul", "Div truediv", "USub neg", "Eq eq"))
 }
-_READERS = re.compile("asdict|debug|dumps?|info|init|isinstance|items|keys|len|log|print|repr|to_dict|type|values")
-"""Functions of other modules that change none of their arguments; classes, in CamelCase, are taken to change none."""
 _MAX_NUMBER = 2.0**64
 
 
@@ -58,6 +56,7 @@ def constructions(text: str, constructors: Sequence[str], source: object = "the 
         # A dict that is the value of an entry is itself among them.
         settings = {name: value for run in runs for name, value in run.settings.items() if not isinstance(value, dict)}
         runs = [ProgramRun("", settings, tuple(word for run in runs for word in run.unread))] if settings else []
+    runs = [replace(run, unread=(*run.unread, *reader.unread)) for run in runs]
     for run in runs:
         check_values(run.settings, source)
     return runs
@@ -95,8 +94,12 @@ class _Reader(ProgramState):
                     for target in targets:
                         self._store(target, DELETED)
                 case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                    self.uncalled[statement] = Thing(statement, kind="function", may_be=self.scope.maps)
-                    self.bind(self.scope.maps[0], name, self.uncalled[statement])
+                    made = self.uncalled[statement] = Thing(statement, kind="function", may_be=self.scope.maps)
+                    self.bind(self.scope.maps[0], name, made)
+                    for decorator in statement.decorator_list:
+                        owner = self.value(decorator)
+                        if isinstance(owner, Thing) and owner.kind == "function":
+                            self.call(owner, decorator, [made], {})
                 case ast.ClassDef(name=name, body=body):
                     self.scope = self.scope.new_child({"self": Bound(Thing(statement), (), self.line)})
                     self.run(body)
@@ -104,7 +107,8 @@ class _Reader(ProgramState):
                     self.bind(self.scope.maps[0], name, Thing(statement, parts={**members}))
                 case ast.Global(names=names) | ast.Nonlocal(names=names):
                     for name in names:  # which of its values is read depends on the order of calls
-                        self.bind(self.scope.maps[-1], name, Thing(ast.Name(name, lineno=self.line)))
+                        values = [scope[name].value for scope in self.scope.maps if name in scope]
+                        self.bind(self.scope.maps[-1], name, Thing(ast.Name(name, lineno=self.line), may_be=values))
                 case ast.Import(names=names) | ast.ImportFrom(names=names):
                     for alias in names:
                         imported = Thing(ast.Name(alias.name, lineno=self.line))
@@ -121,6 +125,9 @@ class _Reader(ProgramState):
             manager = self.value(item.context_expr)
             if item.optional_vars is not None:
                 self._store(item.optional_vars, manager)
+        for pattern in (part for case in getattr(statement, "cases", ()) for part in ast.walk(case.pattern)):
+            if name := getattr(pattern, "name", None) or getattr(pattern, "rest", None):
+                self.bind(self.scope.maps[0], name, Thing(pattern, may_be=self.reachable(values)))
         is_decided = isinstance(statement, ast.If) and not isinstance(values[0], Thing)
         for block, always in _blocks(statement, bool(values[0]) if is_decided else None):
             outer = self.branches
@@ -173,18 +180,23 @@ class _Reader(ProgramState):
                 return self.part(self.value(owner), self.value(index), node)
             case ast.Call():
                 return self._called(node)
+            case ast.Yield(value=inner) | ast.YieldFrom(value=inner):
+                self.returned += [None, None if inner is None else self.value(inner)]
+                return Thing(node)
             case ast.NamedExpr(target=target, value=inner):
                 self._store(target, result := self.value(inner))
                 return result
         self.scope = self.scope.new_child()  # for the variables of a comprehension or a lambda
+        iterated = [self.value(comprehension.iter) for comprehension in getattr(node, "generators", ())]
         for child in ast.walk(node):
             self.budget.add("steps", 1)
             if isinstance(child, ast.arg) or (isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)):
-                self.bind(self.scope.maps[0], child.arg if isinstance(child, ast.arg) else child.id, Thing(child))
+                name = child.arg if isinstance(child, ast.arg) else child.id
+                self.bind(self.scope.maps[0], name, Thing(child, may_be=self.reachable(iterated)))
         values = [self.value(child) for child in ast.iter_child_nodes(node) if _is_read(child)]
         self.scope = self.scope.parents
         ops = [node.op] if isinstance(node, (ast.BinOp, ast.UnaryOp)) else getattr(node, "ops", [])
-        return self._computed(ops[0], values, node) if len(ops) == 1 else Thing(node)
+        return self._computed(ops[0], values, node) if len(ops) == 1 else Thing(node, may_be=self.reachable(values))
 
     def _computed(self, op: ast.AST, values: list[Any], code: ast.expr) -> Any:
         """Return the value of an operation on numbers, text or dicts."""
@@ -202,7 +214,7 @@ class _Reader(ProgramState):
     def _called(self, node: ast.Call) -> Any:
         owner = self.value(node.func.value if isinstance(node.func, ast.Attribute) else node.func)
         is_alias = isinstance(node.func, ast.Name) and isinstance(owner, Thing) and isinstance(owner.code, ast.Name)
-        names = _dotted_name(owner.code if is_alias else node.func)
+        names = dotted_name(owner.code if is_alias else node.func)
         name = names[-1] if names else ""
         arguments = [self.value(argument) for argument in node.args]
         keywords = Thing(node, self.branches, "dict")
@@ -212,6 +224,11 @@ class _Reader(ProgramState):
             else:
                 self.bind(keywords.parts, keyword.arg, self.value(keyword.value))
         constructor = next((item for item in names if item in self.constructors), None)
+        if constructor is None and isinstance(owner, Thing) and isinstance(owner.code, ast.ClassDef):
+            bases = [(dotted_name(base) or [""])[-1] for base in owner.code.bases]
+            constructor = name = next((base for base in bases if base in self.constructors), None) or name
+            constructor = constructor if constructor in self.constructors else None
+            keywords.hidden_by = keywords.hidden_by or (shown_code(node) if constructor else "")
         if constructor is not None:
             made = self.made(node, constructor, keywords.parts, keywords.hidden_by)
             if name != constructor:  # a factory method, such as Config.decoupled_seq_is(…)
@@ -251,28 +268,14 @@ class _Reader(ProgramState):
                 self.update(twin, keywords, node)
                 return twin
             case _:
-                return self._called_elsewhere(node, name, owner, values)
+                return self.called_elsewhere(node, name, owner, values)
         return None
-
-    def _called_elsewhere(self, node: ast.Call, name: str, owner: Any, values: list[Any]) -> Thing:
-        """Return the unknown result of a function that the file does not contain, which may change its arguments."""
-        things = [item for item in values if isinstance(item, Thing) and item.kind in ("dict", *self.constructors)]
-        for thing in self.things if name == "exec" and isinstance(node.func, ast.Name) else things:
-            thing.is_used = True
-            if name.islower() and not _READERS.fullmatch(name):
-                thing.hide(node)
-        if isinstance(owner, Thing) and owner.kind and not _READERS.fullmatch(name):
-            owner.hide(node)
-        result = Thing(node, may_be=owner.may_be if isinstance(owner, Thing) else ())
-        for thing in things:
-            self.bind(result.parts, "args", thing)  # the name by which a trainer of TRL keeps its configuration
-        return result
 
     def _parser(self, node: ast.Call, values: list[Any]) -> Thing:
         """Return a parser of the command line, which gives a configuration the settings of the file's docstring."""
         results: list[Any] = []
         for item in (item for value in values for item in (value if isinstance(value, list) else [value])):
-            name = (_dotted_name(item.code) or [""])[-1] if isinstance(item, Thing) else ""
+            name = (dotted_name(item.code) or [""])[-1] if isinstance(item, Thing) else ""
             # The settings of a class are those of the file, however often it is parsed.
             made = next(
                 (thing for thing in self.things if thing.kind == name and isinstance(thing.code, ast.Name)), None
@@ -292,13 +295,17 @@ class _Reader(ProgramState):
         self.uncalled.pop(definition, None)
         spec = definition.args
         names = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs]
-        variables = {item.arg: Thing(item) for item in (*names, spec.vararg, spec.kwarg) if item is not None}
+        defaults = [*zip(reversed([*spec.posonlyargs, *spec.args]), reversed(spec.defaults), strict=False)]
+        defaults += zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
+        values = {item.arg: self.value(default) for item, default in defaults if default is not None}
+        others = [*arguments, *keywords.values()]
+        possible = [(item, [values.get(item.arg)]) for item in names]
+        possible += [(item, others) for item in (spec.vararg, spec.kwarg) if item is not None]
+        variables: dict[str, Any] = {item.arg: Thing(item, may_be=self.reachable(may_be)) for item, may_be in possible}
         if "self" in variables and "self" in function.may_be[0]:  # one object for all methods of a class
             variables["self"] = function.may_be[0]["self"].value
         if node is not None and not definition.decorator_list:
-            defaults = [*zip(reversed([*spec.posonlyargs, *spec.args]), reversed(spec.defaults), strict=False)]
-            defaults += zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
-            variables |= {item.arg: self.value(default) for item, default in defaults if default is not None}
+            variables |= values
         variables |= {item.arg: value for item, value in zip(names, arguments, strict=False)}
         variables |= {name: bound.value for name, bound in keywords.items() if name in variables}
         if definition not in self.open_functions:
@@ -333,12 +340,3 @@ def _blocks(statement: ast.stmt, truth: bool | None) -> Iterator[tuple[list[ast.
             yield getattr(statement, name, []), always
     for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
         yield part.body, False
-
-
-def _dotted_name(node: ast.AST) -> list[str]:
-    """Return the parts of ``a.b.c``; of ``f(…).b.c``, those after the call."""
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    return [*([node.id] if isinstance(node, ast.Name) else []), *reversed(parts)]

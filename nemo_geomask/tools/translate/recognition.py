@@ -118,7 +118,7 @@ def select_runs(path: Path, runs: Sequence[ProgramRun], peers: Iterable[Peer]) -
         for key, values in values_by_key.items():
             if len(values) < len(trainings) or any(value != values[0] for value in values):
                 shown = [*dict.fromkeys(map(str, values)), *(["unset"] if len(values) < len(trainings) else [])]
-                settings[key] = f"{UNRESOLVED}(one of {', '.join(shown)})"
+                settings[key] = f"{UNRESOLVED}(one of {', '.join(shown)}, as runs in the file set different values)"
     return SettingsFile(
         path,
         settings,
@@ -130,6 +130,7 @@ def select_runs(path: Path, runs: Sequence[ProgramRun], peers: Iterable[Peer]) -
 
 def check_programs(peer: Peer, programs: Sequence[str]) -> str | None:
     """Return a sentence if none of the programs is known to train with the system's loss."""
-    if not peer.programs or not programs or any(peer.settings_of_program(name) is not None for name in programs):
+    known = [name for name in programs if name in peer.constructors or peer.settings_of_program(name) is not None]
+    if known or not peer.programs or not programs:
         return None
     return f"{programs[0]}: not one of {peer.name}'s programs that are known; it may change the loss"

@@ -30,6 +30,8 @@ FOLLOWED = {
     "another name of the class": "from trl import GRPOConfig as C\nC(epsilon=0.4)",
     "functions": "def make(low, beta=0.0):\n    return GRPOConfig(epsilon=low, beta=beta)\n"
     "def main():\n    make(low=0.4)\nif __name__ == '__main__':\n    main()",
+    "methods of a trainer": "a = GRPOConfig(epsilon=0.4)\nt = GRPOTrainer(args=a)\nt.train()\nt.save_model('x')",
+    "a class for rewards": "LatexExtractionConfig(try_extract_without_anchor=False)\nGRPOConfig(epsilon=0.4)",
     "within a branch": "if x:\n    low = 0.4\n    a = GRPOConfig(epsilon=low)\n    a.beta = 0.0",
 }  # fmt: skip
 
@@ -48,6 +50,34 @@ HIDDEN = {
     "code in text": (CONFIG + "exec('a.epsilon = 0.4')", 2),
     "a mapping of another file": ("c = {'epsilon': 0.2, **more}\nGRPOConfig(**c)", 1),
 }
+
+TRAINER = CONFIG + "t = GRPOTrainer(args=a)\n"
+
+ESCAPED = {
+    "by a call of a lambda": CONFIG + "(lambda c: setattr(c, 'epsilon', 0.4))(a)",
+    "in a comprehension": CONFIG + "[setattr(c, 'epsilon', 0.4) for c in [a]]",
+    "in a list that is handed on": CONFIG + "from x import tweak\ntweak([a])",
+    "in a dict that is handed on": CONFIG + "from x import tweak\ntweak(c={'c': a})",
+    "to a function that another calls": CONFIG + "def f(c):\n    c.epsilon = 0.4\nThread(target=f, args=(a,)).start()",
+    "to a function that map calls": CONFIG + "def f(c):\n    c.epsilon = 0.4\nlist(map(f, [a]))",
+    "by a decorator": CONFIG + "def run(f):\n    f(a)\n@run\ndef tweak(c):\n    c.epsilon = 0.4",
+    "by a default of an argument": CONFIG + "@dec\ndef f(c=a):\n    c.epsilon = 0.4",
+    "from a generator": CONFIG + "def g():\n    yield a\nfor c in g():\n    c.epsilon = 0.4",
+    "by a choice": CONFIG + "c = a if x else b\nc.epsilon = 0.4",
+    "by a pattern": CONFIG + "match a:\n    case c:\n        c.epsilon = 0.4",
+    "as one of several arguments": CONFIG + "def f(*c):\n    c[0].epsilon = 0.4\nf(a)",
+    "as a global variable": CONFIG + "def f():\n    global a\n    a.epsilon = 0.4\nf()",
+    "by the namespace": CONFIG + "globals()['a'].epsilon = 0.4",
+    "to a class of the file": CONFIG + "class H:\n    def __init__(self, c):\n        c.epsilon = 0.4\nH(a)",
+    "into a subclass": "class My(GRPOConfig):\n    epsilon: float = 0.4\nGRPOTrainer(args=My(loss_type='dapo'))",
+    "into a trainer's attribute": TRAINER + "t.epsilon_low = 0.4",
+    "into a trainer's variables": TRAINER + "vars(t)['epsilon_low'] = 0.4",
+    "into a trainer's method": TRAINER + "t.compute_loss = types.MethodType(new, t)",
+    "into a method of a trainer that sets": TRAINER + "t.configure(epsilon=0.4)",
+    "into the class of a trainer": CONFIG + "GRPOTrainer._compute_loss = f\nGRPOTrainer(args=a)",
+    "into the class, by a function": CONFIG + "setattr(GRPOTrainer, '_compute_loss', f)\nGRPOTrainer(args=a)",
+    "into another configuration": CONFIG + "ActorConfig(clip_ratio_low=0.4)",
+}  # fmt: skip
 
 
 def translated(text, folder):
@@ -76,6 +106,15 @@ def test_what_hides_a_value_is_named_with_its_line(text, line, tmp_path):
     except ConfigError as error:
         message = str(error)
     assert f"(line {line})" in message
+
+
+@pytest.mark.parametrize("text", ESCAPED.values(), ids=ESCAPED)
+def test_a_configuration_that_escapes_is_not_fully_expressed(text, tmp_path):
+    try:
+        translation = translated(text, tmp_path)
+    except ConfigError:
+        return
+    assert translation.not_expressed or translation.loss_fn["ratio_clip_min"] == pytest.approx(0.4)
 
 
 def test_two_values_of_a_loop_are_both_named(tmp_path):
