@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,16 +16,30 @@ from typing import Any
 from nemo_geomask.errors import InputLimitError
 from nemo_geomask.recipe.input_limits import read_text
 from nemo_geomask.tools.translate.setting_values import UNRESOLVED, ExpansionBudget, check_code
-from nemo_geomask.tools.translate.shell_arithmetic import evaluate_arithmetic
+from nemo_geomask.tools.translate.shell_blocks import (
+    KEYWORDS,
+    LOOPS,
+    end_of_block,
+    function_body,
+    function_name,
+    leading_keywords,
+    without_keyword,
+)
+from nemo_geomask.tools.translate.shell_variables import (
+    ARITHMETIC_EFFECT,
+    ASSIGNMENT,
+    NAME,
+    ShellVariables,
+    Variables,
+    shown,
+)
 from nemo_geomask.tools.translate.shell_words import (
-    ARRAY,
-    LITERAL_DOLLAR,
     ScriptCommand,
     ScriptScanner,
     ScriptWord,
     program_and_arguments,
+    script_word,
     settings_of_words,
-    split_commands,
 )
 
 
@@ -41,7 +54,6 @@ class ProgramRun:
     program: str  # module or file; empty for a command that names neither
     settings: dict[str, Any]  # settings by name; the last of several with one name wins
     unread: tuple[str, ...] = ()
-    passes_arguments: bool = False  # True if the script passes on its own arguments
     is_from_docstring: bool = False  # True for a command in the docstring of a Python file
 
     def with_settings(self, settings: dict[str, Any]) -> ProgramRun:
@@ -49,13 +61,9 @@ class ProgramRun:
         return replace(self, settings=settings)
 
 
-# Possessive quantifiers keep the time of these patterns linear in the length of a word.
-_VARIABLE = re.compile(r"\$\{(\w++)(?::?([-=])((?:[^${}]|\$\{\w++\}|\$\w++)*+))?\}|\$(\w++)")
-_ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*+\))*+)\)\)")
-_ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
-_SEQUENCE = re.compile(r"\$\(seq (?:(\d{1,9}) )?(?:(\d{1,9}) )?(\d{1,9})\)")
-_SUBSTITUTION_DEPTH = 6
-"""Number of passes over a word, for variables whose values contain variables."""
+_SETTERS = ("coproc", "getopts", "mapfile", "read", "readarray")
+"""Builtins that set the variables that they name."""
+_BUILTINS = (".", "eval", "let", "printf", "return", "set", "source", "trap", "unset", "wait")
 _DECLARATIONS = ("export", "local", "declare", "readonly", "typeset")
 
 
@@ -72,7 +80,7 @@ def program_runs(text: str, folder: Path | None = None, source: object = "the sc
     """
     script = _Script(folder, ExpansionBudget(source))
     script.run(text)
-    script.add_unused_arrays()
+    script.add_unused()
     return script.runs
 
 
@@ -105,105 +113,190 @@ def _commands_of(docstring: str) -> str:
     return "\n".join(kept)
 
 
-class _Script:
+class _Script(ShellVariables):
     """Variables of a script and the runs of its programs, as far as the script has been read."""
 
     def __init__(self, folder: Path | None, budget: ExpansionBudget) -> None:
+        super().__init__(budget)
         self.folder = folder
-        self.budget = budget
         self.open_files: list[Path] = []
-        self.variables: dict[str, str | list[ScriptWord]] = {}
-        self.ambiguous: set[str] = set()
+        self.functions: dict[str, tuple[list[ScriptCommand], bool]] = {}  # their bodies, and whether each is certain
+        self.uncalled: set[str] = set()
+        self.open_functions: dict[str, set[str]] = {}  # those that are followed, and their local variables
         self.branch_depth = self.case_depth = 0
-        self.subshells: list[tuple[dict[str, str | list[ScriptWord]], set[str], int]] = []
+        self.subshells: list[tuple[Variables, dict[str, str], int]] = []
         self.runs: list[ProgramRun] = []
-        self.unread: list[str] = []
-        self.used_arrays: set[str] = set()
         self._places = [] if folder is None else _places_to_source_from(folder.resolve())
 
-    def add_unused_arrays(self) -> None:
-        """Add a run for each unused array, which a script that sources this one may use."""
+    def add_unused(self) -> None:
+        """Add runs of functions that are not called and of unused arrays, which a script that sources this may use."""
+        for name in [name for name in self.functions if name in self.uncalled]:
+            self._call([ScriptWord(name)])
         for name, items in self.variables.items():
             if isinstance(items, list) and name not in self.used_arrays:
                 self._add_run(items)
 
     def run(self, text: str) -> None:
-        for command in ScriptScanner(check_code(text, self.budget.source)).commands():
-            self.budget.add("words", len(command.words) + sum(map(len, command.arrays.values())))
-            self._run_command(command)
+        """Follow the commands of a script."""
+        depth = self.branch_depth
+        self._run_commands(list(ScriptScanner(check_code(text, self.budget.source)).commands()))
+        self.branch_depth = depth
 
-    def _run_command(self, command: ScriptCommand) -> None:
-        self._follow(command)
-        if command.bracket == "(":
-            self.subshells.append((dict(self.variables), set(self.ambiguous), self.case_depth))
-        elif command.bracket == ")" and self.subshells and self.subshells[-1][2] == self.case_depth:
-            self.variables, self.ambiguous, _ = self.subshells.pop()  # the others end a pattern of a case
+    def _run_commands(self, commands: Sequence[ScriptCommand]) -> None:
+        end = 0
+        for position, command in enumerate(commands):
+            if position < end:
+                continue
+            self.line = command.line
+            self.budget.add("words", 1 + len(command.words) + sum(map(len, command.arrays.values())))
+            block = next((word for word in leading_keywords(command) if word in (*LOOPS, "{")), "")
+            name = function_name(commands[position : position + 4])
+            if name and not any(
+                word == "{" for command in commands[position : position + 4] for word in command.words[:4]
+            ):
+                self.refuse([f"{name}()"])  # its body is no group
+                name = ""
+            elif name:
+                end = end_of_block(commands, position, ("{",), "}")
+                is_certain = not (self.branch_depth or command.is_conditional)
+                others = [] if is_certain or name not in self.functions else self.functions[name][0]
+                self.functions[name] = [*others, *function_body(commands[position:end])], is_certain
+                self.uncalled.add(name)
+            elif block:
+                end = end_of_block(commands, position, *((("{",), "}") if block == "{" else (LOOPS, "done")))
+                body = [without_keyword(command, block), *commands[position + 1 : end]]
+                depth = command.is_conditional or commands[end - 1].is_conditional
+                self.branch_depth += depth
+                self._run_commands(body) if block == "{" else self._repeat(body)
+                self.branch_depth = max(0, self.branch_depth - depth)
+            else:
+                self._follow(command)
+            last = commands[max(end - 1, position)]
+            if last.bracket == "(" and not name:
+                self.subshells.append((dict(self.variables), dict(self.unknown), self.case_depth))
+            elif (
+                command is last
+                and last.bracket == ")"
+                and [item[2] for item in self.subshells[-1:]] == [self.case_depth]
+            ):
+                self.variables, self.unknown, _ = self.subshells.pop()  # the others end a pattern of a case
+
+    def _repeat(self, body: Sequence[ScriptCommand]) -> None:
+        """Follow a loop until no further pass changes a variable; what it changes is unknown in it and afterwards."""
+        forgotten: set[str] = set()
+        while True:
+            before, runs, variables, unknown = self.state(), len(self.runs), {**self.variables}, {**self.unknown}
+            self._run_commands(body)
+            after = self.state()
+            changed = {name for name in before | after if before.get(name, ()) != after.get(name, ())} - forgotten
+            forgotten |= changed
+            self.variables, self.unknown = variables, unknown
+            self.forget(forgotten, "in a loop")
+            if not changed:
+                return
+            del self.runs[runs:]
 
     def _follow(self, command: ScriptCommand) -> None:
         words = command.words
-        while words and words[0] in _KEYWORDS and not words[0].is_quoted:
-            self.branch_depth = max(0, self.branch_depth + _KEYWORDS[words[0]])
-            self.case_depth += {"case": 1, "esac": -1}.get(words[0], 0)
-            words = words[1:]
-        is_conditional = bool(self.branch_depth) or command.follows_condition
+        for word in leading_keywords(command):
+            words = words[1:] if word != "case" else []
+            self.branch_depth = max(0, self.branch_depth + KEYWORDS[word])
+            self.case_depth += {"case": 1, "esac": -1}.get(word, 0)
+        self.is_conditional = bool(self.branch_depth) or command.is_conditional
+        for name, items in command.arrays.items():
+            self.assign_array(name, items)
         if words and words[0] in _DECLARATIONS:
-            words = [word for word in words[1:] if _ASSIGNMENT.fullmatch(word)]
-        elif words and words[0] == "unset":
+            self._declare(words, {name.rstrip("+=") for name in command.arrays})
+            return
+        assigned = list(itertools.takewhile(bool, map(ASSIGNMENT.fullmatch, words)))
+        words = words[len(assigned) :]
+        for match in assigned:
+            if not words and match is not None:
+                self.assign(match[0])
+            elif match is not None and words[0] in (*self.functions, "eval", "source", "."):
+                self.forget([match[1]], "for one command")
+        if words:  # assignments before a command are that command's alone
+            self._run_command(words)
+
+    def _declare(self, words: list[ScriptWord], names: set[str]) -> None:
+        """Follow ``local``, ``export`` and others; ``names`` are those of the arrays that it makes."""
+        options = {option for word in words[1:] if word.startswith("-") for option in word}
+        is_local = bool(self.open_functions) and words[0] not in ("export", "readonly")
+        for word in words[1:]:
+            if match := ASSIGNMENT.fullmatch(word):
+                self.assign(word)
+                names.add(match[1])
+            elif NAME.fullmatch(word) and is_local:
+                self.forget([word], "by no value")
+                names.add(word)
+        is_other = any(UNRESOLVED in word.partition("=")[0] for word in words)
+        if is_other or options & set("gilnu"):  # it assigns to another name, or other values
+            self.refuse(words)
+        if words[0] == "readonly" or "r" in options:
+            self.locked |= names
+        if is_local:
+            self.open_functions[next(reversed(self.open_functions))].update(names)
+
+    def _run_command(self, words: list[ScriptWord]) -> None:
+        """Follow a command after its assignments: a builtin, a function of the script, or a program."""
+        head, raw, words = words[0], words, self.expanded(words)
+        self.budget.add("items", sum(word.count(",") + word.count("\n") for word in words))
+        if head in ("source", "."):
+            self._source(raw[1]) if len(raw) > 1 else self.refuse(raw)
+        elif head == "set" and ("--" in words or (words[1:2] and words[1][:1] not in ("-", "+"))):
+            self.has_own_arguments = False
+        elif head == "unset":
             for word in words[1:]:
                 self.variables.pop(word, None)
-                (self.ambiguous.add if is_conditional else self.ambiguous.discard)(word)
-        for name, items in command.arrays.items():
-            self._assign_array(name, items, is_conditional)
-        assignments = list(itertools.takewhile(bool, map(_ASSIGNMENT.fullmatch, words)))
-        words = words[len(assignments) :]
-        for match in assignments if not words else ():  # before a command, they are that command's alone
-            assert match is not None
-            self._assign(match[1], self._substitute(match[3]), is_conditional, is_append=bool(match[2]))
-        if words and words[0] in ("source", ".") and len(words) > 1:
-            self._source(words[1])
+                self.unknown.pop(word, None)
+                if self.is_conditional or not NAME.fullmatch(word):
+                    self.forget(NAME.findall(word), "or not by 'unset'")
+        elif head == "let":
+            if any(map(ARITHMETIC_EFFECT.search, words)):
+                self.forget(NAME.findall(" ".join(words)), "by arithmetic")
+        elif head == "return":
+            self.branch_depth += 1  # what follows in the function may not run
+        elif head == "eval":
+            text = shown(" ".join(words[1:]))
+            if re.search(r"(?:^|[;&|\n])\s*[$`]", text):
+                self.refuse(raw)
+            depth, self.branch_depth = self.branch_depth, self.branch_depth + self.is_conditional
+            self.run(text)
+            self.branch_depth = depth
+        elif head == "trap":
+            if not {*words[2:]} <= {"EXIT", "INT", "TERM", "HUP", "SIGINT", "SIGTERM", "SIGHUP", "0"}:
+                self.refuse(raw)
+        elif head in _SETTERS or (head in ("printf", "wait") and {"-v", "-p"} & {*words}):
+            options = [position for position, word in enumerate(raw) if word in ("-v", "-p") and head != "read"]
+            named = raw[options[0] + 1 :][:1] if options else raw[1:]
+            self.forget([name for word in named for name in NAME.findall(word)], f"by '{head}'")
+            if any(UNRESOLVED in word for word in named):
+                self.refuse(raw)
         elif words:
-            words = self._expanded(words)
-            self.budget.add("items", sum(word.count(",") + word.count("\n") for word in words))
+            if words[0] in self.functions:
+                if program_and_arguments(words)[0]:
+                    self.refuse(raw)
+                self._call(words)
             self._add_run(words)
+            is_builtin = words[0] in (*_SETTERS, *_DECLARATIONS, *_BUILTINS, *self.functions)
+            if UNRESOLVED in head and "]]" not in words and (is_builtin or not program_and_arguments(words)[0]):
+                self.refuse(raw)
 
-    def _assign_array(self, name: str, items: list[ScriptWord], is_conditional: bool) -> None:
-        is_append, name = name.endswith("+="), name.rstrip("+=")
-        before = self.variables.get(name, [])
-        if is_conditional and isinstance(before, list):
-            self.budget.add("characters", sum(map(len, before)) + sum(map(len, items)))
-        if is_append and is_conditional:
-            shown = shlex.join(items)
-            items = [ScriptWord(f"{UNRESOLVED}{{{name}: only some branches add '{shown}'}}")]
-        expanded = self._expanded(items)
-        if is_append:
-            self.budget.add("words", len(before))
-            self.variables[name] = [*(before if isinstance(before, list) else [ScriptWord(before)]), *expanded]
-        elif is_conditional and before != expanded:
-            shown = shlex.join([*(before if isinstance(before, list) else []), *expanded])
-            self._set(name, [ScriptWord(f"{UNRESOLVED}{{{name}: only some branches add '{shown}'}}")])
-        else:
-            self._set(name, expanded)
-
-    def _assign(self, name: str, value: str, is_conditional: bool, is_append: bool) -> None:
-        before = self.variables.get(name)
-        if is_append and isinstance(before, str):
-            self.budget.add("characters", len(before))
-        if is_append and is_conditional:
-            value = f"{UNRESOLVED}{{{name}: only some branches add '{value}'}}"
-        if is_append:
-            self.variables[name] = f"{before or ''}{value}" if not isinstance(before, list) else before
-        elif is_conditional and before != value:
-            self._mark_ambiguous(name)
-        else:
-            self._set(name, value)
-
-    def _set(self, name: str, value: str | list[ScriptWord]) -> None:
-        self.variables[name] = value
-        self.ambiguous.discard(name)
-
-    def _mark_ambiguous(self, name: str) -> None:
-        self.variables.pop(name, None)
-        self.ambiguous.add(name)
+    def _call(self, words: Sequence[ScriptWord]) -> None:
+        """Follow the body of a function, with unknown arguments; its local variables are unknown afterwards."""
+        name = words[0]
+        self.uncalled.discard(name)
+        if name in self.open_functions:
+            self.refuse(words)
+            return
+        body, is_certain = self.functions[name]
+        outer = self.has_own_arguments, self.branch_depth, self.line
+        self.has_own_arguments &= words[1:] == ["$@"]
+        self.branch_depth += self.is_conditional or not is_certain
+        self.open_functions[name] = set()
+        self._run_commands(body)
+        self.forget(self.open_functions.pop(name), f"in {name}")
+        self.has_own_arguments, self.branch_depth, self.line = outer
 
     def _source(self, word: str) -> None:
         """Read a file that the script sources, if it lies where the script says, relative to the script's folder.
@@ -227,81 +320,14 @@ class _Script:
                 return
         self.unread.append(f"source {word}")
 
-    def _substitute(self, word: str) -> str:
-        for _ in range(_SUBSTITUTION_DEPTH):
-            before = word
-            word = _ARITHMETIC.sub(self._arithmetic, _VARIABLE.sub(self._value, word))
-            if word == before:
-                break
-        return word
-
-    def _value(self, match: re.Match[str]) -> str:
-        braced, operation, default, plain = match.groups()
-        name = braced or plain
-        value = self.variables.get(name)
-        if isinstance(value, str):
-            self.budget.add("characters", len(value))
-            return value
-        if default is None or name in self.ambiguous:
-            return match[0]
-        if operation == "=":
-            self.variables[name] = default
-        return default
-
-    def _arithmetic(self, match: re.Match[str]) -> str:
-        expression = re.sub(r"\b[A-Za-z_]\w*\b", self._number_of, match[1])
-        value = evaluate_arithmetic(expression)
-        return match[0] if value is None else str(value)
-
-    def _number_of(self, match: re.Match[str]) -> str:
-        value = self.variables.get(match[0])
-        if not isinstance(value, str):
-            return match[0]
-        self.budget.add("characters", len(value))
-        return value
-
-    def _expanded(self, words: Sequence[ScriptWord]) -> list[ScriptWord]:
-        expanded: list[ScriptWord] = []
-        for word in words:
-            array = ARRAY.fullmatch(word)
-            plain = re.fullmatch(r"\$\{?(\w+)\}?", word)
-            items = self.variables.get(array[1]) if array else self.variables.get(plain[1]) if plain else None
-            if isinstance(items, list):
-                self.budget.add("words", len(items))
-                expanded += items
-                self.used_arrays.add((array or plain)[1])  # type: ignore[index]
-                continue
-            if numbers := _SEQUENCE.fullmatch(word):
-                first, step, last = (int(numbers[1] or 1), int(numbers[2] or 1), int(numbers[3]))
-                self.budget.add("words", last // max(step, 1))
-                expanded += map(ScriptWord, map(str, range(first, last + 1, max(step, 1))))
-                continue
-            if array and isinstance(items, str):
-                word = ScriptWord(f"${array[1]}")
-            text = self._substitute(word)
-            is_split = (plain or array) and not word.is_quoted and text != word and not text.startswith(UNRESOLVED)
-            words_of_text = self._expanded_text(text) if is_split else [_script_word(text, word.is_quoted)]
-            self.budget.add("words", len(words_of_text) if is_split else 0)
-            expanded += words_of_text
-        return expanded
-
-    def _expanded_text(self, text: str) -> list[ScriptWord]:
-        try:
-            return [word for command in split_commands(text.replace("\n", " ")) for word in command.words]
-        except ValueError:
-            return [ScriptWord(text)]
-
     def _add_run(self, words: list[ScriptWord]) -> None:
-        # ${NAME} is a variable of the environment here, and not a reference to the setting NAME.
-        words = [
-            _script_word(re.sub(r"\$\{(\w+)\}", r"$\1", word).replace(LITERAL_DOLLAR, "$"), word.is_quoted)
-            for word in words
-        ]
+        words = [script_word(shown(word), word.is_quoted) for word in words]
         program, rest = program_and_arguments(words)
-        settings, unread, passes_arguments = settings_of_words(rest if program else words)
+        settings, unread = settings_of_words(rest if program else words)
         if not (program or settings):
             return
-        self.runs.append(ProgramRun(program, settings, (*self.unread, *unread), passes_arguments))
+        settings = {key: self.explained(value) for key, value in settings.items()}
+        self.runs.append(ProgramRun(program, settings, (*self.unread, *map(self.explained, unread))))
 
 
 def _places_to_source_from(folder: Path) -> list[Path]:
@@ -317,15 +343,3 @@ def _places_to_source_from(folder: Path) -> list[Path]:
     if folder.is_relative_to(current) and current not in private:
         places.append(current)
     return places
-
-
-# Keywords before a command, each with its change of the depth of branches.
-_KEYWORDS = {"if": 1, "fi": -1, "case": 1, "esac": -1, "for": 0, "while": 0, "until": 0, "do": 0, "done": 0}
-_KEYWORDS |= dict.fromkeys(("then", "else", "elif", "{", "}", "!", "time", "exec", "nohup", "sudo", "eval"), 0)
-
-
-def _script_word(text: str, is_quoted: bool) -> ScriptWord:
-    """Return the text as a word that is marked as quoted or not."""
-    word = ScriptWord(text)
-    word.is_quoted = is_quoted
-    return word

@@ -20,7 +20,15 @@ LITERAL_DOLLAR = "\ue000"
 class ScriptWord(str):
     """A word of the script; expansions of a quoted one are not split."""
 
-    is_quoted = False
+    is_quoted = False  # True if it begins with a quote
+    has_quotes = False
+
+
+def script_word(text: str, is_quoted: bool) -> ScriptWord:
+    """Return the text as a word that is marked as quoted or not."""
+    word = ScriptWord(text)
+    word.is_quoted = is_quoted
+    return word
 
 
 @dataclass
@@ -29,8 +37,9 @@ class ScriptCommand:
 
     words: list[ScriptWord] = field(default_factory=list)
     arrays: dict[str, list[ScriptWord]] = field(default_factory=dict)
-    follows_condition: bool = False  # the command stands after && or ||
+    is_conditional: bool = False  # the command stands after && or ||, or in a pipeline or the background
     bracket: str = ""  # the bracket of a subshell that ends the command
+    line: int = 1
 
 
 def split_commands(text: str) -> list[ScriptCommand]:
@@ -51,13 +60,14 @@ class ScriptScanner:
     def commands(self) -> Iterator[ScriptCommand]:
         """Yield the simple commands; see :func:`split_commands`."""
         command, heredocs, is_redirection = ScriptCommand(), list[str](), False
+        line, counted = 1, 0
         for token in self._tokens():
             if isinstance(token, ScriptWord):
                 if is_redirection:
                     is_redirection = False
                 elif token == "&&" or token == "||":  # escaped, so that a shell on another machine gets it
                     yield command
-                    command = ScriptCommand()
+                    command = ScriptCommand(line=line)
                 else:
                     command.words.append(token)
             elif token.startswith("<<"):
@@ -70,8 +80,10 @@ class ScriptScanner:
                 is_redirection = not token.endswith("&")
             else:
                 command.bracket = token if token in "()" else ""
+                command.is_conditional |= token in ("|", "&")
                 yield command
-                command = ScriptCommand(follows_condition=token in ("&&", "||"))
+                line, counted = line + self.text.count("\n", counted, self.at), self.at
+                command = ScriptCommand(is_conditional=token in ("&&", "||", "|"), line=line)
                 if token == "\n" and heredocs:
                     self._skip_heredocs(heredocs)
                     heredocs = []
@@ -87,6 +99,10 @@ class ScriptScanner:
             elif char == "#":
                 end = text.find("\n", self.at)
                 self.at = len(text) if end < 0 else end
+            elif arithmetic := re.compile(r"\(\(((?:[^()]|\([^()]*+\))*+)\)\)").match(text, self.at):
+                self.at = arithmetic.end()
+                yield ScriptWord("let")
+                yield ScriptWord(arithmetic[1])
             elif heredoc := re.compile(r"<<-?\s*[\"']?(\w+)[\"']?").match(text, self.at):
                 if not text.startswith("<<<", self.at):
                     self.at = heredoc.end()
@@ -111,7 +127,7 @@ class ScriptScanner:
                     yield word
 
     def _word(self) -> ScriptWord:
-        text, parts, is_quoted = self.text, list[str](), self.text[self.at] in "\"'"
+        text, start, parts, is_quoted = self.text, self.at, list[str](), self.text[self.at] in "\"'"
         while self.at < len(text) and text[self.at] not in " \t\r\n;&|()<>":
             char = text[self.at]
             if char == "'":
@@ -130,8 +146,8 @@ class ScriptScanner:
             else:
                 parts.append(char)
                 self.at += 1
-        word = ScriptWord("".join(parts))
-        word.is_quoted = is_quoted
+        word = script_word("".join(parts), is_quoted)
+        word.has_quotes = '"' in text[start : self.at]
         return word
 
     def _quoted(self) -> str:
@@ -189,7 +205,7 @@ class ScriptScanner:
 
 ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 """Word that stands for all items of an array."""
-_OWN_ARGUMENTS = re.compile(r"\$\{?[@*]")
+OWN_ARGUMENTS = re.compile(r"\$\{?[@*]")
 _ARGUMENT_NAMES = re.compile(r"ARG|FLAG|OPT|EXTRA", re.IGNORECASE)
 _SETTING_NAME = re.compile(r"[\w./@-]+")
 
@@ -212,15 +228,15 @@ def program_and_arguments(words: Sequence[ScriptWord]) -> tuple[str, list[Script
     return program, rest
 
 
-def settings_of_words(words: Sequence[ScriptWord]) -> tuple[dict[str, Any], list[str], bool]:
-    """Return the settings among the words of a command line, descriptions of unread words, and the use of ``$@``.
+def settings_of_words(words: Sequence[ScriptWord]) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings among the words of a command line, and the words that may hold others.
 
     These forms are read: ``--a-name value``, ``--a-name 0.2 0.3`` (a list), ``--a-switch``, ``--no-a-switch`` and
     ``a.name=value``.
     """
     settings: dict[str, Any] = {}
     unread: list[str] = []
-    position, passes_arguments = 0, False
+    position = 0
     while position < len(words):
         word = words[position]
         position += 1
@@ -240,20 +256,18 @@ def settings_of_words(words: Sequence[ScriptWord]) -> tuple[dict[str, Any], list
             position += max(len(numbers), min(len(values), 1))
         elif equals and _SETTING_NAME.fullmatch(name) and not name.startswith("/"):
             settings[name.replace("-", "_")] = parse_value(value)
-        elif _OWN_ARGUMENTS.search(word):
-            passes_arguments = True
         elif word == "@" and position < len(words):  # prime-rl's way to name a configuration file
             settings["@"] = str(words[position])
             position += 1
-        elif word.startswith((UNRESOLVED, "~")):
-            unread.append(str(word))
-    return settings, unread, passes_arguments
+        elif word.startswith("~") or ((equals or UNRESOLVED in word) and not OWN_ARGUMENTS.match(word)):
+            unread.append(str(word))  # what the script's own arguments add is not the script's
+    return settings, unread
 
 
 def _is_value(word: ScriptWord) -> bool:
     """Return True unless the word is an option, or a variable whose name says that it holds options."""
     if word.startswith(UNRESOLVED):
         holds_options = not word.is_quoted and _ARGUMENT_NAMES.search(word)
-        return not (ARRAY.fullmatch(word) or _OWN_ARGUMENTS.search(word) or holds_options)
+        return not (ARRAY.fullmatch(word) or OWN_ARGUMENTS.search(word) or holds_options)
     is_option = len(word) > 1 and word.startswith("-") and not word.is_quoted
     return not is_option or NUMBER.fullmatch(word) is not None

@@ -55,7 +55,10 @@ OVER_A_LIMIT: dict[str, tuple[File, str]] = {
         ("f.sh", "a0=(x y)\n" + "\n".join(f'a{i}=("${{a{i - 1}[@]}}" "${{a{i - 1}[@]}}")' for i in range(1, 30))),
         "nodes",
     ),
-    "shell, a variable in quotes that refers to itself": (("f.sh", f'A="{"$A " * 1000}"{RUN}$A'), "total_characters"),
+    "shell, a variable in quotes that doubles": (
+        ("f.sh", "A=a\n" + 'A="$A $A"\n' * 60 + f"{RUN}$A"),
+        "total_characters",
+    ),
     "shell, a variable appended in branches": (
         ("f.sh", "if x; then\n" + "A+=abcdefghijklmnopqrstuvwxyz\n" * 9000 + "fi"),
         "total_characters",

@@ -20,7 +20,7 @@ from nemo_geomask.tools.translate.shell_reader import line_settings
         ("LOW=0.4; LOW=0.2 run a.low=$LOW", 0.4),  # a variable of a command is not one of the script
         ("LOW=0.4\n(LOW=0.2; cd b)\nrun a.low=$LOW", 0.4),
         ("LOW=0.4\n(case $X in a) LOW=0.2;; esac)\nrun a.low=$LOW", 0.4),
-        ("LOW=0.2; f() {\nLOW=0.4\n}; run a.low=$LOW", 0.4),
+        ("LOW=0.2; f() {\nLOW=0.4\n}; f; run a.low=$LOW", 0.4),
         ("LOW=0.2; unset LOW; run a.low=${LOW:-0.4}", 0.4),
         ("LOW=0.2\nif x; then unset LOW; fi\nrun a.low=${LOW:-0.4}", "${LOW:-0.4}"),
         ("LOW=0.4; run a.low='$LOW'", "$LOW"),
