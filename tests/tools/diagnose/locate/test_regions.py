@@ -91,7 +91,7 @@ def test_routing_needs_a_model_with_experts():
     dense.experts = 0
     diagnosis = diagnose(dense)
     assert diagnosis.detections["routing"].description == "the model has no experts"
-    assert "expert routing, if the model has experts" in " ".join(diagnosis.shown[0].advice)
+    assert "expert routing" not in " ".join(diagnosis.shown[0].advice)  # known, so it is no way to tell them apart
 
 
 def test_every_factor_says_what_it_needs_or_divides_any_run():
