@@ -29,6 +29,7 @@ SETTINGS = (
     {"reference_policy_kl_penalty": 0.1},
     {"masks": [{"preset": "veto", "max": 9.0}, {"preset": "icepop"}]},
     {"positive_example_nll_weight": 0.1},
+    {"proximal_policy": "interpolated"},
 )
 BOUNDS = {"truncated_importance_sampling_ratio": 5.0, "truncated_importance_sampling_ratio_min": 0.5}
 
