@@ -42,7 +42,7 @@ def both_on(first: str, second: str) -> Condition:
     return lambda s: bool(getattr(s, first)) and bool(getattr(s, second))
 
 
-def beside(key: str, value: str, condition: Callable[[LossSettings], Any]) -> Condition:
+def while_set(key: str, value: str, condition: Callable[[LossSettings], Any]) -> Condition:
     """Return a condition: the setting ``key`` has the value, and the given condition is met."""
     return lambda s: getattr(s, key) == value and bool(condition(s))
 

@@ -47,8 +47,8 @@ def find_conflicts(settings: LossSettings, severity: Severity = "error") -> tupl
     disputed: set[str] = set()
     for rule in CONFLICTS:
         if rule.severity == severity and disputed.isdisjoint(rule.depends_on) and rule.applies(settings):
-            wanted = {key: value(settings) if callable(value) else value for key, value in rule.fix.items()}
-            fix = {key: value for key, value in wanted.items() if getattr(settings, key) != value}
+            values = {key: value(settings) if callable(value) else value for key, value in rule.fix.items()}
+            fix = {key: value for key, value in values.items() if getattr(settings, key) != value}
             message = rule.message.format_map(_Values(settings, advice(fix)))
             conflicts.append(Conflict(rule.keys, message, fix, rule.depends_on))
             disputed.update(rule.keys)

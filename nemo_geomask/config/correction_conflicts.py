@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-from nemo_geomask.config.conflict_rule import Condition, ConflictRule, beside, shapes_weight_while
+from nemo_geomask.config.conflict_rule import Condition, ConflictRule, shapes_weight_while, while_set
 
 _TYPE = "truncated_importance_sampling_type"
 _HIGH = "truncated_importance_sampling_ratio"
@@ -66,7 +66,7 @@ ANCHOR = (
     *(
         ConflictRule(
             ("proximal_policy", key),
-            beside("proximal_policy", "interpolated", applies),
+            while_set("proximal_policy", "interpolated", applies),
             f"proximal_policy: interpolated replaces prev_logprobs, but {key}: {{{key}}} {effect}; {{fix}}",
             {"proximal_policy": "recomputed"},
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from nemo_geomask.config.conflict_rule import Condition, ConflictRule, beside, both_on
+from nemo_geomask.config.conflict_rule import Condition, ConflictRule, both_on, while_set
 from nemo_geomask.config.loss_settings import PRESTEP_REASONS
 
 NORMALIZATION = (
@@ -79,7 +79,7 @@ _ALTERNATIVE = "or use_cispo: false with name: cispo, which takes any normalizat
 _CISPO_AGAINST = {
     "disable_ppo_ratio": "needs the ratio that disable_ppo_ratio: true removes",
     "force_on_policy_ratio": "clips the ratio that force_on_policy_ratio: true sets to 1",
-    "sequence_level_importance_ratios": ("is defined on token ratios, not with sequence_level_importance_ratios: true"),
+    "sequence_level_importance_ratios": "is defined on token ratios, not with sequence_level_importance_ratios: true",
 }
 CISPO = (
     *(
@@ -170,7 +170,7 @@ PRESTEP = (
     *(
         ConflictRule(
             ("denominator", key),
-            beside("denominator", "kept_in_loss", applies),
+            while_set("denominator", "kept_in_loss", applies),
             "denominator: kept_in_loss multiplies the gradient by G/K, the step's tokens by those that its masks keep, "
             "which is right for a mean over tokens that all terms share; {fix}",
             fix,

@@ -30,10 +30,9 @@ from nemo_geomask.hosts.nemo_rl.facts import (
     POLICY,
     describe_filter,
     neutral_values,
-    own_loop_settings,
     replace_loss_config,
-    require_honoured,
 )
+from nemo_geomask.hosts.nemo_rl.honoured_settings import own_loop_settings, require_honoured
 from nemo_geomask.hosts.nemo_rl.host_patches import make_patches
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss

@@ -22,7 +22,7 @@ from nemo_geomask.errors import GeomaskError, MissingDependencyError, Problem
 from nemo_geomask.hosts.nemo_rl import environment_probe, host_api, source_layout, worker_setup
 from nemo_geomask.hosts.nemo_rl.accepted_apis import way_out
 from nemo_geomask.hosts.nemo_rl.facts import TESTED_VERSIONS, neutral_values_in_source
-from nemo_geomask.hosts.nemo_rl.installed_version import describe_version, is_accepted, package_folder
+from nemo_geomask.hosts.nemo_rl.installed_version import accepts_python, describe_version, package_folder
 from nemo_geomask.losses import available
 
 _PROBE_TIMEOUT = 300.0  # seconds
@@ -137,7 +137,7 @@ def check_python(report: InstallationReport, environment: Mapping[str, Any], tit
     if required is None:
         return
     try:
-        fits = is_accepted(environment["python"], required)
+        fits = accepts_python(required, environment["python"])
     except (ImportError, ValueError) as error:
         report.lines.append(f"{indent}  python is not compared with {required}: {error}")
         return

@@ -52,8 +52,8 @@ def import_nemo_rl(module: str) -> ModuleType:
         ) from error
 
 
-def is_accepted(python: str, required: str) -> bool:
-    """Return whether a version of Python is one that ``requires-python`` allows.
+def accepts_python(required: str, python: str) -> bool:
+    """Return True if ``requires-python`` allows a version of Python.
 
     Raises:
         ImportError: ``packaging`` is not installed.

@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 import nemo_geomask
 from nemo_geomask.errors import ConfigError, GeomaskError, HostAPIError, MissingDependencyError
 from nemo_geomask.hosts.nemo_rl import accepted_apis, environment_probe, host_api, patch
-from nemo_geomask.hosts.nemo_rl.facts import LOSS_CONFIG, LOSS_MODULE, SETUPS, neutral_values, require_honoured
+from nemo_geomask.hosts.nemo_rl.facts import LOSS_CONFIG, LOSS_MODULE, SETUPS, neutral_values
 from nemo_geomask.hosts.nemo_rl.geomask_setup import is_wrapped, loss_choices, with_geomask
-from nemo_geomask.hosts.nemo_rl.installed_version import describe_version, import_nemo_rl, is_accepted
+from nemo_geomask.hosts.nemo_rl.honoured_settings import require_honoured
+from nemo_geomask.hosts.nemo_rl.installed_version import accepts_python, describe_version, import_nemo_rl
 from nemo_geomask.hosts.nemo_rl.loss_block import without_unread_fields
 from nemo_geomask.hosts.nemo_rl.script_source import read_script
 from nemo_geomask.losses import build_loss
@@ -101,7 +102,6 @@ def run_script(script: str) -> None:
             _run_imports(part, module)
             _wrap_setups(vars(module))
         exec(rest, vars(module))
-        _wrap_setups(vars(module))
     except SystemExit as end:
         is_success = not end.code and not {"-h", "--help"} & set(sys.argv)
         if is_success and len(loss_choices) == choices_before:
@@ -120,7 +120,7 @@ def _run_imports(part: types.CodeType, module: types.ModuleType) -> None:
     except Exception as error:  # pydantic, for one, refuses NeMo-RL's typing.TypedDict before Python 3.12
         required, version = environment_probe.probe()["requires_python"], platform.python_version()
         try:
-            fits = is_accepted(version, str(required))
+            fits = accepts_python(str(required), version)
         except (ImportError, ValueError):
             raise error from None
         if fits:

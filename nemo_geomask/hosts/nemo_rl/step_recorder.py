@@ -24,7 +24,8 @@ from torch import Tensor
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.hosts.nemo_rl import current_logprobs
-from nemo_geomask.hosts.nemo_rl.facts import EXPERT_COUNTS, NO_ENTROPY, lacks_entropy
+from nemo_geomask.hosts.nemo_rl.facts import EXPERT_COUNTS
+from nemo_geomask.hosts.nemo_rl.honoured_settings import NO_ENTROPY, lacks_entropy
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
 from nemo_geomask.hosts.nemo_rl.loop_values import LoggedRows, give_up_logged_rows, loop_values
 from nemo_geomask.records.flight import FlightRecorder, join_parts, recorded_rows

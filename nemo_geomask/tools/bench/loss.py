@@ -193,7 +193,7 @@ def benchmark(
         if nemo_rl_config is not None:
             steps[name, NEMO_RL] = lazily(partial(_nemo_rl_step, nemo_rl_config, curr, data, counts))
     clock = Clock(setting.device)
-    times = compare({which: partial(_lap, clock, step) for which, step in steps.items()}, repeats, warmup=2)
+    times = compare({key: partial(_lap, clock, step) for key, step in steps.items()}, repeats, warmup=2)
     on_logprobs = [{"loss": name, "how": how, **row} for (name, how), row in times.items()]
     for row in on_logprobs:
         if row["status"] == "measured":

@@ -5,13 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nemo_geomask.hosts.nemo_rl.facts import (
-    NO_ENTROPY,
-    lacks_entropy,
-    own_loop_settings,
-    prev_readers,
-    reads_setting,
-)
+from nemo_geomask.hosts.nemo_rl.facts import reads_setting
+from nemo_geomask.hosts.nemo_rl.honoured_settings import NO_ENTROPY, lacks_entropy, own_loop_settings, prev_readers
 from nemo_geomask.tools.check.logprob_paths import fused_key, missing_for_backend, missing_for_fused
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule

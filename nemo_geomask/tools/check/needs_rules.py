@@ -22,7 +22,7 @@ _COMPARISONS: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
     "least": (operator.ge, "is below"),
     "below": (operator.lt, "is not below"),
     "most": (operator.le, "exceeds"),
-    "divides": (lambda number, whole: number <= 0 or whole % number == 0, "does not divide"),
+    "divides": (lambda number, total: number <= 0 or total % number == 0, "does not divide"),
 }
 """Comparison of a number with its bound, and what to say where it is false."""
 _NULL = {"set": False}

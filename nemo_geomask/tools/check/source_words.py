@@ -115,9 +115,9 @@ def _parsed(text: str) -> ast.Module:
 def _constant(checkout: Path, path: Path, name: str) -> tuple[tuple[str, ...], bool]:
     """Return the words of a constant or an ``Enum`` that a module uses, and True if no function adds to it."""
     definition = re.compile(rf"^ *(class )?{name}\b[^\n]*[=:]", re.MULTILINE)
-    own = source_texts(checkout)[path]
+    own_text = source_texts(checkout)[path]
     texts = [text for text in source_texts(checkout).values() if name in text]
-    texts = [own] if definition.search(own) else texts
+    texts = [own_text] if definition.search(own_text) else texts
     trees = [_parsed(text) for text in texts if definition.search(text)]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.stmt)]
     words = tuple(word for node in nodes for word in _words_of_definition(node, name))

@@ -8,7 +8,7 @@ import importlib.util
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from nemo_geomask.hosts.nemo_rl import patch
@@ -107,22 +107,22 @@ def _compare_weights(events: Events) -> None:
     if not sent["sums"]:
         events("weights", error="this NeMo-RL sends the weights in a way that is not observed", refits=refits)
         return
-    trainer, held = _merged([answer["precision"] for answer in answers]), _merged([])
+    trainer = weight_groups.merge_precisions(answer["precision"] for answer in answers)
     compared: set[str] = set()
     unknown: set[str] = set()
     differences: dict[str, weight_groups.Difference] = {}
     engines = list(filter(None, _call_workers(_samplers, weight_sums.engine_sums)))
     for number, processes in enumerate(engines):
         engine = weight_groups.merge_processes([sums for sums, _ in processes])
-        held = _merged([held, *(precision for _, precision in processes)])
-        found, known, others = weight_groups.compare(sent["sums"], engine, _sums_before.get(number))
-        differences = {difference.group: difference for difference in found} | differences
-        compared.update(known)
-        unknown.update(others)
+        of_engine, groups, not_comparable = weight_groups.compare(sent["sums"], engine, _sums_before.get(number))
+        differences = {difference.group: difference for difference in of_engine} | differences
+        compared.update(groups)
+        unknown.update(not_comparable)
         _sums_before[number] = engine
-    precision = {"trainer": trainer, "engine": {**held, "unknown": sorted(unknown)}}
+    engine_precision = weight_groups.merge_precisions(each for processes in engines for _, each in processes)
+    precision = {"trainer": trainer, "engine": {**engine_precision, "unknown": sorted(unknown)}}
     if engines and not compared:
-        dtypes = ", ".join(sorted(set(held["quantised"].values())))
+        dtypes = ", ".join(sorted(set(engine_precision["quantised"].values())))
         error = (
             f"the engine keeps weights in {dtypes}" if dtypes else "trainer and engine have no weight of the same name"
         )
@@ -133,12 +133,6 @@ def _compare_weights(events: Events) -> None:
     total = sum(by_dtype["float32"][1] for by_dtype in sent["sums"].values())
     counts = {"refits": refits, "engines": len(engines), "groups": len(compared), "precision": precision}
     events("weights", **counts, differences=listed, sent=f"{total:.12g}")
-
-
-def _merged(precisions: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[str, str]]:
-    """Return the precision of a model that several processes hold."""
-    kinds = ("quantised", "routers", "rounded")
-    return {kind: {group: each for part in precisions for group, each in part[kind].items()} for kind in kinds}
 
 
 def _call_workers(groups: Any, function: Callable[[Any], Any]) -> list[Any]:

@@ -12,6 +12,8 @@ from nemo_geomask.tools.rehearse.run_outcome import RunEvidence, RunFailure, unm
 from nemo_geomask.tools.rehearse.weight_groups import KEPT, layer_of
 
 _GROWTH = 2.5  # of a typical token's noise; eight healthy preflights: up to 1.69; with a stale cache: 3.2 and 5.2
+_SIDES = (("engine", "trainer"), ("trainer", "engine"))
+"""Each side of a refit, and the other one."""
 _QUANTISED = ("fp8", "nvfp4")
 _PRECISION_KEYS = (
     "policy.precision, policy.quant_cfg",
@@ -77,7 +79,7 @@ def _with_reason(difference: Mapping[str, Any], precision: Mapping[str, Any]) ->
     }
     alone = [
         f"rounded to {each} in the {side} alone" + (f", {part}" if part != group else "")
-        for side, other in (("engine", "trainer"), ("trainer", "engine"))
+        for side, other in _SIDES
         for part, each in bits.get(side, {}).items()
         if part not in bits[other]
     ]
@@ -113,7 +115,7 @@ def precision_notes(precision: Mapping[str, Any]) -> Iterator[str]:
         return
     quantised = {side: kinds["quantised"] for side, kinds in precision.items()}
     layers = {side: {layer_of(group) for group in groups} for side, groups in quantised.items()}
-    for side, other in (("engine", "trainer"), ("trainer", "engine")):
+    for side, other in _SIDES:
         if alone := [group for group in quantised[side] if layer_of(group) not in layers[other]]:
             dtypes = ", ".join(sorted({quantised[side][group] for group in alone}))
             yield f"quantised in the {side} only: {list_names(alone)} ({dtypes})"

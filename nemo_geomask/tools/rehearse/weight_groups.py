@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,9 @@ import torch
 
 Sums = dict[str, dict[str, list[float]]]
 """By group and dtype: the sum, the sum of absolute values and the number of elements."""
+Precision = dict[str, dict[str, str]]
+"""``quantised``: formats of quantised groups; ``rounded``: bits of groups whose values are rounded; ``routers``: the
+dtypes that routers compute in."""
 
 LOG_DECAY, DECAY = "A_log", "A"
 ENGINE_DTYPES = ("bfloat16", "float16", "float32")
@@ -76,6 +79,20 @@ def increase(total: list[float], values: Sequence[float]) -> None:
         total[index] += value
 
 
+def add_sums(sums: Sums, group: str, dtype: str, values: Sequence[float]) -> None:
+    """Add sum, sum of absolute values and number to those of a group in a dtype."""
+    increase(sums.setdefault(group, {}).setdefault(dtype, [0.0, 0.0, 0.0]), values)
+
+
+def merge_precisions(precisions: Iterable[Mapping[str, Mapping[str, str]]]) -> Precision:
+    """Return the precision of a model whose parts or copies several modules or processes hold."""
+    merged: Precision = {"quantised": {}, "rounded": {}, "routers": {}}
+    for precision in precisions:
+        for kind, groups in precision.items():
+            merged[kind] |= groups
+    return merged
+
+
 def dequantised_sums(weight: Any, scale: Any) -> list[float]:
     """Return the sums of an fp8 weight [..., N, K] times its scale: of blocks, of rows, or one.
 
@@ -124,7 +141,7 @@ def merge_processes(processes: Sequence[Sums]) -> Sums:
         parts = [process[name] for process in processes if name in process]
         for part in parts[:1] if all(part == parts[0] for part in parts) else parts:
             for dtype, values in part.items():
-                increase(merged.setdefault(group_of(name), {}).setdefault(dtype, [0.0, 0.0, 0.0]), values)
+                add_sums(merged, group_of(name), dtype, values)
     return merged
 
 
@@ -152,11 +169,12 @@ def common_groups(sent: Sums, engine: Sums, before: Sums) -> Iterator[tuple[str,
         groups = [side.get(layer, set()) for side in named]
         for group in sorted(groups[0]) if groups[0] == groups[1] else [layer]:
             parts = [[group] if groups[0] == groups[1] else sorted(each) for each in groups]
-            totals: list[dict[str, Any]] = [{}, {}]
+            totals: list[Sums] = [{group: {}}, {group: {}}]
             for side, names, total in zip((sent, engine), parts, totals, strict=True):
                 for dtype, values in ((dtype, values) for name in names for dtype, values in side[name].items()):
-                    increase(total.setdefault(dtype, [0.0, 0.0, 0.0]), values)
-            yield group, totals[0], totals[1], all(engine[name] == before.get(name) for name in parts[1])
+                    add_sums(total, group, dtype, values)
+            is_kept = all(engine[name] == before.get(name) for name in parts[1])
+            yield group, totals[0][group], totals[1][group], is_kept
 
 
 def compare(sent: Sums, engine: Sums, before: Sums | None = None) -> tuple[list[Difference], list[str], list[str]]:

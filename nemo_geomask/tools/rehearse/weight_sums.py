@@ -18,18 +18,17 @@ from nemo_geomask.tools.rehearse.weight_groups import (
     ENGINE_DTYPES,
     KEPT,
     LOG_DECAY,
+    Precision,
     Sums,
+    add_sums,
     dequantised_sums,
     group_of,
     increase,
     layer_of,
+    merge_precisions,
     rounded_bits,
     sums_of,
 )
-
-Precision = dict[str, dict[str, str]]
-"""``quantised``: formats of quantised groups; ``rounded``: bits of groups whose values are rounded; ``routers``: the
-dtypes that routers compute in."""
 
 _NEVER_SENT = ".prob_scale"
 """Scale of an fp8 KV cache that NeMo-RL sends no value of, beside those of q, k and v."""
@@ -56,7 +55,7 @@ def _sum_sent(sums: Sums, name: str, tensor: Any) -> None:
 
 def _add(sums: Sums, name: str, tensor: Any, dtypes: tuple[str, ...]) -> None:
     for dtype in dtypes:
-        increase(sums.setdefault(group_of(name), {}).setdefault(dtype, [0.0, 0.0, 0.0]), sums_of(tensor, dtype))
+        add_sums(sums, group_of(name), dtype, sums_of(tensor, dtype))
 
 
 def observe_sends(actor: Any = None) -> Iterator[patch.Patch]:
@@ -117,10 +116,7 @@ def _summing(original: Callable[..., Any], argument: str, observed: Callable[[An
 
 def read_sent_sums(actor: Any = None) -> dict[str, Any]:
     """Return the number of refits that this training worker has sent, ``sums`` of the last one, and ``precision``."""
-    precision: Precision = {"quantised": {}, "rounded": dict(_rounded), "routers": {}}
-    for part in _model_parts(actor) or ():
-        for kind, groups in read_precision(part).items():
-            precision[kind] |= groups
+    precision = merge_precisions([{"rounded": _rounded}, *map(read_precision, _model_parts(actor) or ())])
     return {"refits": _refits, "sums": dict(_sent), "precision": precision}
 
 
@@ -144,7 +140,7 @@ def _model_parts(actor: Any) -> list[torch.nn.Module] | None:
 
 def read_precision(model: Any) -> Precision:
     """Return what a model has quantised, in its weights or its matrix products, and what its routers compute in."""
-    precision: Precision = {"quantised": {}, "rounded": {}, "routers": {}}
+    precision = merge_precisions([])
     # Megatron numbers the layers of a pipeline's stage from 0; its layers know their number, from 1.
     layers = {
         name: f"layers.{module.layer_number - 1}"

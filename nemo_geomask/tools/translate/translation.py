@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from nemo_geomask.config import LossConfig, nearest
 from nemo_geomask.config.strict import inline_yaml
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.hosts.nemo_rl.facts import LOSS_FIELDS
 from nemo_geomask.objectives.resolved_loss import resolve_loss
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.translate.peer_table import Assign, Peer, PeerSettings, Remark
 from nemo_geomask.tools.translate.peers import PEERS
-from nemo_geomask.tools.translate.recognition import SettingsFile, check_programs, peer_by_name, recognise, select_runs
+from nemo_geomask.tools.translate.recognition import SettingsFile, peer_by_name, recognise, select_runs
 from nemo_geomask.tools.translate.references import resolve_references
 from nemo_geomask.tools.translate.setting_values import flat, is_one_of, shortened
 from nemo_geomask.tools.translate.settings_reader import read_runs
-from nemo_geomask.tools.translate.shell_reader import line_settings
+from nemo_geomask.tools.translate.unread_places import unread_places
 
 _WIDTH = 120
 _LARGE_SECTION = 8
@@ -54,12 +53,8 @@ class Translation:
     @property
     def switched_off(self) -> dict[str, Any]:
         """NeMo-RL's own settings that the block needs off; a recipe that the user's inherits could set them."""
-        off: dict[str, Any] = {}
-        for key, field in LossConfig.model_fields.items():
-            extra = field.json_schema_extra
-            source = str(extra.get("source", "")) if isinstance(extra, dict) else ""
-            if source.startswith("NeMo-RL") and not source.startswith("NeMo-RL PR") and field.default in (False, None):
-                off[key] = field.default
+        defaults = {key: field.default for key, field in LossConfig.model_fields.items() if key in LOSS_FIELDS}
+        off = {key: value for key, value in defaults.items() if value is False or value is None}
         if not self.loss_fn.get("use_importance_sampling_correction"):
             off = {key: value for key, value in off.items() if not key.startswith("truncated_")}
         if self.loss_fn.get("loss_normalization") not in (None, "tokens"):
@@ -158,7 +153,7 @@ def _translate_merged(
     base: dict[str, Any] = {}
     for item in changed:
         base |= item or {}
-    unread = list(_unread_places(system, files, settings, base))
+    unread = list(unread_places(system, files, settings, base))
     translation = translate(settings, system.name, base)
     differences = [
         f"The settings are those of the command in the docstring of {file.path.name}."
@@ -170,52 +165,6 @@ def _translate_merged(
         not_expressed=(*translation.not_expressed, *unread),
         differences=(*translation.differences, *differences),
     )
-
-
-def _unread_places(
-    system: Peer, files: Sequence[SettingsFile], settings: dict[str, Any], base: dict[str, Any]
-) -> Iterator[str]:
-    """Yield a sentence for each place that may hold more settings.
-
-    Settings that name another file are removed from ``settings``. If it is one of the system's own files
-    (``Peer.base_configs``), its values are added to ``base``. Otherwise, unless that file is among ``files``, the
-    setting is such a place.
-    """
-    if text := check_programs(system, [program for file in files for program in file.programs]):
-        yield text
-    stems = {file.path.stem for file in files}
-    for file in files:
-        for word in file.unread:
-            branch = re.search(r"only some branches add '(.*)'", word, re.DOTALL)
-            added = line_settings(f"program.py {branch[1]}") if branch else {}
-            if added and all(system.is_unrelated(key) or key in system.outside_loss_fn for key in added):
-                continue
-            yield f"{word}: may set more than the file shows; write its settings out"
-    names = {key: settings.pop(key) for key in list(settings) if key.rpartition(".")[2] in system.config_options}
-    for key, value in names.items():
-        for entry, place, stem in _named_files(value):
-            base_settings = next((item for name, item in system.base_configs.items() if fnmatchcase(stem, name)), None)
-            if base_settings is not None:
-                base |= base_settings
-            elif stem not in stems and not any(map(system.is_unrelated, (place, f"{place}.*"))):
-                yield f"{key}: {entry} names a file with more settings; pass that file, too"
-
-
-def _named_files(value: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield the entry, the place in the settings and the stem of each file that ``defaults``, or an option, names."""
-    for entry in value if isinstance(value, list) else [value]:
-        if isinstance(entry, Mapping):  # GROUP@PLACE: NAME
-            for group, name in entry.items():
-                folder, _, place = str(group).removeprefix("override ").removeprefix("optional ").partition("@")
-                if isinstance(name, str):
-                    yield f"{group}: {name}", place or folder.replace("/", "."), Path(name).stem
-        elif isinstance(entry, str) and entry != "_self_":
-            name, _, place = entry.partition("@")
-            yield (
-                entry,
-                place,
-                Path(name).stem if name.endswith((".yaml", ".yml", ".toml")) else name.rpartition("/")[2],
-            )
 
 
 def translate(

@@ -98,7 +98,7 @@ class Evidence:
 
     @cached_property
     def facts(self) -> frozenset[str]:
-        """What the records hold that refutes likely causes or makes an advice pointless (``Cause.unless``)."""
+        """Names of facts in the records that refute likely causes or make an advice pointless (``Cause.unless``)."""
         ages = self.tokens.numbers["staleness"][np.unique(self.tokens.sequence)]
         facts = ["experts_known"] if self.statistics.experts is not None else []
         if len(ages) and np.isfinite(ages).all():

@@ -100,10 +100,10 @@ def _contexts(block: RecordBlock, ids: Array, owner: Array, starts: Array, ends:
     environment = block.sequences.get("environment", np.full(len(block), None, dtype=object))
     turn = np.arange(len(starts)) - np.searchsorted(owner[starts], owner[starts])
     before = np.where(turn > 0, np.concatenate([[0], ends[:-1]]), starts)
-    known: tuple[dict[object, int], ...] = ({}, {}, {})
+    number_by_key: tuple[dict[object, int], ...] = ({}, {}, {})
     numbers = []
     places = zip(environment[owner[starts]].tolist(), turn.tolist(), strict=True)
     for place, begin, end in zip(places, before.tolist(), starts.tolist(), strict=True):
         keys = place, (place, ids[begin:end].tobytes()), (place, (end - begin).bit_length())
-        numbers.append([each.setdefault(key, len(each)) for each, key in zip(known, keys, strict=True)])
+        numbers.append([each.setdefault(key, len(each)) for each, key in zip(number_by_key, keys, strict=True)])
     return turn > 0, *np.array(numbers, int).reshape(-1, 3).T

@@ -132,6 +132,10 @@ class StepSums:
         """Return a sum divided by another one, the number of trained tokens by default; NaN if that is 0."""
         return ratio_or_nan(self[name], self[over])
 
+    def advantage_explained(self) -> float:
+        """Return the share of the mean square of the advantage that its context predicts; NaN where unidentified."""
+        return float(np.maximum(self.mean("explained_tokens", "tokens_with_context"), 0.0))
+
     def pull(self) -> float:
         """Return ½ Σ |Σ s (1 − exp(Δ))| / responses, the inner sums over bins of Δ; NaN where s is not identified."""
         return ratio_or_nan(sum(abs(self[name]) for name in PULL_SUMS) / 2, self["sequences_with_context"])

@@ -209,7 +209,7 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity(
         "advantage explained",
         "share of the mean square of A that its context predicts: environment, turn and the reply before it",
-        lambda sums: np.maximum(sums.mean("explained_tokens", "tokens_with_context"), 0.0),
+        StepSums.advantage_explained,
     ),
     Quantity(
         "pull",

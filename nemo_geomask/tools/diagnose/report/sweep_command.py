@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from torch import Tensor
 
 from nemo_geomask.config.strict import inline_yaml
@@ -100,7 +99,7 @@ def run_sweep(
         "no_recommendation": reason,
         "decided_by": decisive,
         "wrong_tokens": sums.mean("wrong_tokens", "sequences_with_advantages"),
-        "advantage_explained": np.maximum(sums.mean("explained_tokens", "tokens_with_context"), 0.0),
+        "advantage_explained": sums.advantage_explained(),
         "definitions": DEFINITIONS,
         "tokens": {"with_gradient": with_gradient, "trained": with_gradient + outcomes[0].silent_tokens},
         "candidates": [_outcome_json(outcome, on_front=id(outcome) in front) for outcome in outcomes],

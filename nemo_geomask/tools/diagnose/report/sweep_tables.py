@@ -42,8 +42,7 @@ def explain_harm(sums: StepSums) -> str:
     text = f"A response has {wrong:.2g} tokens that the training engine would not have sampled"
     if math.isnan(pull):
         return f"{text}. Whether training is pulled to them is not testable: replies are unique, or too few share one."
-    explained = max(sums.mean("explained_tokens", "tokens_with_context"), 0.0)
-    text += f", and the recorded context predicts {explained:.0%} of the mean square of the advantage"
+    text += f", and the recorded context predicts {sums.advantage_explained():.0%} of the mean square of the advantage"
     if pull > MAX_PULL:
         return f"{text}: a pull of {pull:.2g}, above {MAX_PULL}, to the sampler's errors or away from them."
     return f"{text}: a pull of {pull:.2g}, not above {MAX_PULL}."

@@ -87,6 +87,9 @@ def _convert(settings: PeerSettings) -> Conversion:
     )
 
 
+_OWN_FILES = ("*_actor", "*_ref", "rollout", "hf_model", "legacy_data", "rollout_correction", "distillation")
+"""Files of verl's configuration, besides its trainers', that Hydra's ``defaults`` name; they hold verl's defaults."""
+
 PEER = Peer(
     name="verl",
     title="verl's rollout correction and actor",
@@ -120,8 +123,7 @@ PEER = Peer(
     base_configs={
         "ppo_*trainer": {},
         "legacy_reward_impl": {},
-        **{name: {} for name in ("*_actor", "*_ref", "rollout", "hf_model", "legacy_data")},
-        **{name: {} for name in ("rollout_correction", "distillation")},
+        **{name: {} for name in _OWN_FILES},
         "one_step_off_ppo_*trainer": {},
         "fully_async_ppo_*trainer": {RC + "bypass_mode": True, ACTOR + "use_rollout_log_probs": True},
     },

@@ -44,10 +44,11 @@ def convert_decoupled(settings: PeerSettings, mode: str) -> Conversion:
         str(option).strip().startswith("token") for option in str(settings[RC + "rollout_rs"]).split(",")
     )
     # The v1 trainer divides a token mean by the tokens of loss_mask, from which rejection takes nothing.
-    counts_rejected = runs_v1(settings) and effective_aggregation(settings, mode) == "token-mean"
-    if not counts_rejected and (effective_aggregation(settings, mode) == "token-mean" or has_token_rule):
+    is_token_mean = effective_aggregation(settings, mode) == "token-mean"
+    shrinks_denominator = not runs_v1(settings) if is_token_mean else has_token_rule
+    if shrinks_denominator:
         yield Assign("denominator", "kept", "verl removes what it rejects from the response mask before the step")
-        if effective_aggregation(settings, mode) != "token-mean":
+        if not is_token_mean:
             yield Remark(
                 "rollout_rs: a sequence mean of verl counts sequences without a kept token; this package does not",
                 ("rollout_rs",),
