@@ -11,7 +11,8 @@ from nemo_geomask.tools.check.rule import Hit, rule
 from nemo_geomask.tools.check.setting_author import nearest_to_user
 
 _MEGATRON_OPTIMIZER = "policy.megatron_cfg.optimizer"
-_SMALLEST_RATE = f"{_MEGATRON_OPTIMIZER}.min_lr"
+_LOWER_RATES = (f"{_MEGATRON_OPTIMIZER}.min_lr", "policy.megatron_cfg.scheduler.lr_warmup_init")
+"""Learning rates that Megatron's scheduler requires to be no larger than the optimiser's."""
 _RATES = {True: f"{_MEGATRON_OPTIMIZER}.lr", False: "policy.optimizer.kwargs.lr"}
 """Key of the learning rate under Megatron, and under DTensor."""
 
@@ -41,8 +42,9 @@ def _learning_rate_of_the_other(facts: RecipeFacts) -> Iterator[Hit]:
     # Whoever sets the one that is not read, nearer than the other, believes that it is read.
     if nearest_to_user((read, unread), facts) == unread:
         fix = {read: facts.get(unread)}
-        if facts.uses_megatron and (facts.number(_SMALLEST_RATE) or 0) > ignored:
-            fix[_SMALLEST_RATE] = fix[read]
+        for lower in _LOWER_RATES if facts.uses_megatron else ():
+            if (facts.number(lower) or 0) > ignored:
+                fix[lower] = fix[read]
         yield Hit(
             unread,
             f"{as_yaml(facts.get(unread))}: {'Megatron' if facts.uses_megatron else 'DTensor'} trains, and reads "
