@@ -44,6 +44,7 @@ def registered(host, tmp_path, monkeypatch):
     python.chmod(0o755)
     monkeypatch.setenv("NEMO_RL_VENV_DIR", str(tmp_path / "venvs"))
     # A real NeMo-RL that the tests run against is not the workers'.
+    monkeypatch.delenv("NEMO_RL_ROOT", raising=False)
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(entry for entry in path if not Path(entry, "nemo_rl").is_dir()))
     return python
