@@ -228,7 +228,7 @@ def translate(
         if len(not_expressed) < _MAX_GUESSES:
             guess = nearest(name, [full.rpartition(".")[2] for full in system.defaults])
         hint = f"did you mean '{guess}'?" if guess else "it may concern the loss"
-        not_expressed.append(f"{key}: unknown at {system.source}; {hint}")
+        not_expressed.append(f"{key}: no counterpart known (read at {system.source}); {hint}")
     fields.setdefault("name", "clipped_pg")  # where the peer's objective has no counterpart, which not_expressed says
     order = list(LossConfig.model_fields)
     block = {key: fields[key] for key in sorted(fields, key=order.index)} | ({"masks": masks} if masks else {})

@@ -195,6 +195,27 @@ def test_a_recipe_is_scaled_to_each_number_of_gpus(path, capsys, tmp_path):
     assert "geomask with policy.megatron_cfg.defer_fp32_logits: true: 2.49 GB" in out
 
 
+@pytest.mark.parametrize("engine", ["megatron_cfg", "dtensor_cfg"])
+def test_recomputed_activations_cost_another_forward_pass_of_the_model(path, engine):
+    engines = [f"++policy.{name}.enabled={str(name == engine).lower()}" for name in ("megatron_cfg", "dtensor_cfg")]
+
+    def step(*overrides):
+        return scale.estimate_scale(read_recipe(path, [*engines, *overrides]), gpus=(8,))["steps"][0]
+
+    plain, other = step(), step("++policy.cpu_offload=true")
+    assert other == plain
+    recomputed = step(f"++policy.{engine}.activation_checkpointing=true")
+    # Training takes a forward pass and two for the gradients, then one more; scoring takes one, without gradients.
+    layout = {"megatron_cfg": (64 + 1, 32 + 1), "dtensor_cfg": (plain["microbatches"], plain["microbatches"] // 2)}
+    training, scoring = layout[engine]
+    if engine == "megatron_cfg":
+        assert recomputed["model_s"] / plain["model_s"] == pytest.approx(
+            (4 * training + 2 * scoring) / (3 * training + 2 * scoring)
+        )
+    assert recomputed["model_s"] > plain["model_s"]
+    assert recomputed["loss_s"] == pytest.approx(plain["loss_s"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "passes"),
     [
