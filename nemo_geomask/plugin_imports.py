@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import NamedTuple
 
-from nemo_geomask.errors import PluginError
-
 NOT_IMPORTED = "was not imported, as --no-import asks"
 """Part of the error's message under ``plugin_imports(allowed=False)``."""
 
@@ -47,17 +45,17 @@ def plugin_imports(folders: Sequence[str | os.PathLike[str]] = (), *, allowed: b
         sys.path[:] = [entry for entry in sys.path if entry in path or entry not in map(os.path.abspath, folders)]
 
 
+def may_import(module: str) -> bool:
+    """Return whether the context allows to import a plugin's module."""
+    return _policies[-1].is_allowed or module.partition(".")[0] == __name__.partition(".")[0]
+
+
 def import_plugin_module(module: str) -> ModuleType:
     """Import the module of a plugin.
 
-    Raises:
-        PluginError: the context allows no imports.
-        BaseException: whatever the module raises, ``SystemExit`` included.
+    Raises: BaseException: whatever the module raises, ``SystemExit`` included.
     """
-    policy = _policies[-1]
-    package = module.partition(".")[0]
-    if not policy.is_allowed and package != __name__.partition(".")[0]:
-        raise PluginError(f"{module} {NOT_IMPORTED}")
+    policy, package = _policies[-1], module.partition(".")[0]
     if package not in sys.modules and importlib.util.find_spec(package) is None:
         sys.path += [folder for folder in policy.folders if folder not in sys.path]
         importlib.invalidate_caches()

@@ -19,7 +19,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from nemo_geomask.config.strict import nearest
 from nemo_geomask.errors import PluginError, Problem
-from nemo_geomask.plugin_imports import import_plugin_module
+from nemo_geomask.plugin_imports import NOT_IMPORTED, import_plugin_module, may_import
 
 _DISTRIBUTION = "nemo-geomask"
 T = TypeVar("T")
@@ -127,6 +127,8 @@ class PluginGroup(Generic[T]):
     def _import(self, entry: Entry) -> T:
         entry_label = f"'{entry.name}' ({entry.distribution}, {entry.value})"
         module, _, attribute = entry.value.partition(":")
+        if not may_import(module):
+            raise self._error(f"'{entry.name}' {NOT_IMPORTED}")
         try:
             plugin: T = operator.attrgetter(attribute)(import_plugin_module(module))
             is_accepted = self.accepts(plugin)

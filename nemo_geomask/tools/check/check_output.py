@@ -121,7 +121,7 @@ def _remarks(checked: CheckedRecipe) -> Iterator[str]:
     if report.ignored:
         yield f"ignored: {', '.join(sorted({finding.rule.id for finding in report.ignored}))}"
     for problem in facts.not_imported:
-        yield f"not checked, --no-import: {problem}"
+        yield f"not checked: {problem}"
     if facts.loss is None and not facts.other_algorithm:
         until = "with --no-import" if facts.not_imported and not facts.problems else "until loss_fn is valid"
         yield f"not checked {until}: its objective, and {', '.join(sorted(facts.unsettled))}"
