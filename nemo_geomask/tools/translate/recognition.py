@@ -91,7 +91,9 @@ def recognise(settings: Mapping[str, Any], programs: Iterable[str] = ()) -> Peer
     candidates = [name for name, peer in PEERS.items() if any(peer.full_name(key) in peer.defaults for key in settings)]
     if candidates:
         raise ConfigError(f"these settings may belong to {' or '.join(candidates)}; name the system with --from")
-    raise ConfigError(f"these settings belong to none of the known systems: {', '.join(PEERS)}")
+    scripts = [program for program in programs if program.endswith(".sh")]
+    hint = f"; translate {', '.join(scripts)}, which is run here, with the variables set in it" if scripts else ""
+    raise ConfigError(f"these settings belong to none of the known systems: {', '.join(PEERS)}{hint}")
 
 
 def select_runs(path: Path, runs: Sequence[ProgramRun], peers: Iterable[Peer]) -> SettingsFile:
@@ -130,6 +132,8 @@ def select_runs(path: Path, runs: Sequence[ProgramRun], peers: Iterable[Peer]) -
 
 def check_programs(peer: Peer, programs: Sequence[str]) -> str | None:
     """Return a sentence if none of the programs is known to train with the system's loss."""
+    if programs and all(name.endswith(".sh") for name in programs):
+        return f"{programs[0]}: a script, which may set more; translate it with what this file sets written into it"
     known = [name for name in programs if name in peer.constructors or peer.settings_of_program(name) is not None]
     if known or not peer.programs or not programs:
         return None

@@ -18,7 +18,6 @@ from nemo_geomask.tools.translate.shell_words import (
     OWN_ARGUMENTS,
     ScriptWord,
     script_word,
-    split_commands,
 )
 
 Variables = dict[str, str | list[ScriptWord]]
@@ -31,6 +30,8 @@ NAME = re.compile(r"\b[A-Za-z_]\w*")
 ARITHMETIC_EFFECT = re.compile(r"<<=|>>=|(?<![=!<>])=(?!=)|\+\+|--")
 """Operator by which arithmetic changes a variable."""
 _SEQUENCE = re.compile(r"\$\(seq (?:(\d{1,9}) )?(?:(\d{1,9}) )?(\d{1,9})\)")
+_UNQUOTED_WORD = re.compile(rf"(?:[${LITERAL_DOLLAR}](?:\((?:[^()]|\([^()]*+\))*+\)|\{{[^{{}}]*+\}})|\S)++")
+"""Word between blanks; an expansion that is not known stays one word."""
 _SUBSTITUTION_DEPTH = 6
 """Number of passes over a word, for defaults that contain variables."""
 
@@ -214,11 +215,5 @@ def _of_some_branches(name: str, items: Sequence[str]) -> ScriptWord:
 
 
 def _words_of(text: str) -> list[ScriptWord]:
-    """Return the words of a value that is not quoted."""
-    try:
-        # Expansions that are not known stay one word each.
-        text = re.sub(rf"{LITERAL_DOLLAR}(?=\(|\{{\w+: only)", "$", text.replace("\n", " "))
-        commands = split_commands(text)
-        return [script_word(_frozen(word), word.is_quoted) for command in commands for word in command.words]
-    except ValueError:
-        return [ScriptWord(text)]
+    """Return the words of an expanded value that is not quoted: quotes in it are characters, as for the shell."""
+    return [ScriptWord(_frozen(word)) for word in _UNQUOTED_WORD.findall(text)]

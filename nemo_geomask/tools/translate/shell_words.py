@@ -42,15 +42,6 @@ class ScriptCommand:
     line: int = 1
 
 
-def split_commands(text: str) -> list[ScriptCommand]:
-    """Return the simple commands of a script, without comments, redirections and here-documents.
-
-    Raises:
-        ValueError: a quote or a bracket is not closed.
-    """
-    return list(ScriptScanner(text).commands())
-
-
 class ScriptScanner:
     """Scanner that reads a script from left to right; ``at`` is the position of the next character."""
 
@@ -58,7 +49,10 @@ class ScriptScanner:
         self.text, self.at = text, 0
 
     def commands(self) -> Iterator[ScriptCommand]:
-        """Yield the simple commands; see :func:`split_commands`."""
+        """Yield the simple commands of the script, without comments, redirections and here-documents.
+
+        Raises: ValueError: a quote or a bracket is not closed.
+        """
         command, heredocs, is_redirection = ScriptCommand(), list[str](), False
         line, counted = 1, 0
         for token in self._tokens():
@@ -213,13 +207,13 @@ _SETTING_NAME = re.compile(r"[\w./@-]+")
 def program_and_arguments(words: Sequence[ScriptWord]) -> tuple[str, list[ScriptWord]]:
     """Return the innermost program of a command (of ``ray job submit -- python train.py``: train.py), and what follows.
 
-    Options before the program belong to the launcher.
+    Options before the program belong to the launcher. Another script is a program, too: ``bash train.sh``.
     """
     program, rest = "", list(words)
     for index, word in enumerate(words):
         before = words[index - 1] if index else ""
         if (before == "-m" and re.fullmatch(r"[A-Za-z_][\w.]*", word)) or (
-            word.endswith(".py") and not before.startswith("-") and "=" not in word
+            word.endswith((".py", ".sh")) and not before.startswith("-") and "=" not in word
         ):
             program, rest = str(word), list(words[index + 1 :])
         elif index < 3 and before in ("", "run", "exec") and word in ("trl", "rl", "swift", "megatron"):

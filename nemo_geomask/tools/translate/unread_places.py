@@ -25,6 +25,10 @@ def unread_places(
     if text := check_programs(system, [program for file in files for program in file.programs]):
         yield text
     stems = {file.path.stem for file in files}
+    names = {file.path.name for file in files}
+    for file in files:
+        for script in {Path(program).name for program in file.programs} & (names - {file.path.name}):
+            yield f"{file.path.name} runs {script}, and may set its variables; write their values into {script}"
     for file in files:
         for word in file.unread:
             branch = re.search(r"only some branches add '(.*)'", word, re.DOTALL)
@@ -32,8 +36,8 @@ def unread_places(
             if added and all(system.is_unrelated(key) or key in system.outside_loss_fn for key in added):
                 continue
             yield f"{word}: may set more than the file shows; write its settings out"
-    names = {key: settings.pop(key) for key in list(settings) if key.rpartition(".")[2] in system.config_options}
-    for key, value in names.items():
+    named = {key: settings.pop(key) for key in list(settings) if key.rpartition(".")[2] in system.config_options}
+    for key, value in named.items():
         for entry, place, stem in _named_files(value):
             base_settings = next((item for name, item in system.base_configs.items() if fnmatchcase(stem, name)), None)
             if base_settings is not None:

@@ -70,3 +70,27 @@ def test_what_is_not_followed_has_bashs_value_or_is_not_expressed(script, low, h
         return
     values = translation.loss_fn["ratio_clip_min"], translation.loss_fn["ratio_clip_max"]
     assert translation.not_expressed or values == (low, high)
+
+
+def test_quotes_of_a_variables_value_are_characters(tmp_path):
+    # Hydra takes 1_5 for the number 15, so verl's scripts put quotes around it that the shell keeps.
+    text = r"T=1_5; RUN algorithm.rollout_correction.rollout_is=token TH=\'${T}\'"
+    name = "algorithm.rollout_correction.rollout_is_threshold"
+    loss = translated(text.replace("TH=", f"{name}="), tmp_path).loss_fn
+    assert loss["truncated_importance_sampling_ratio_min"] == 1
+    assert loss["truncated_importance_sampling_ratio"] == 5
+
+
+@pytest.mark.parametrize("wrapper", ["export X=0.4; bash own.sh", "X=0.4 sbatch -N 2 own.sh", "./own.sh H=0.4"])
+def test_a_script_that_runs_another_one_may_set_it(wrapper, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, script in {"own.sh": 'RUN L=${X:-0.1} "$@"', "wrapper.sh": wrapper}.items():
+        (tmp_path / name).write_text(script.replace("RUN", RUN).replace("L=", f"{LOW}=").replace("H=", f"{HIGH}="))
+    both = translate_files([tmp_path / "own.sh", tmp_path / "wrapper.sh"])
+    assert any("wrapper.sh runs own.sh" in text for text in both.not_expressed)
+    try:
+        alone = translate_files([tmp_path / "wrapper.sh"])
+    except ConfigError as error:
+        assert "own.sh, which is run here" in str(error)  # noqa: PT017
+    else:
+        assert any("own.sh: a script" in text for text in alone.not_expressed)

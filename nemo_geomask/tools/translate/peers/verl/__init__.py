@@ -38,8 +38,8 @@ def _convert(settings: PeerSettings) -> Conversion:
             "log-probs as old ones, as with bypass_mode."
         )
     elif settings[ACTOR + "use_rollout_log_probs"] and not bypass:
-        text = "use_rollout_log_probs: some versions of verl take the rollout's log-probs as old ones; set bypass_mode"
-        yield Remark(text, (ACTOR + "use_rollout_log_probs",))
+        text = "without effect at this commit; others of verl take the rollout's log-probs as old ones: remove it"
+        yield Remark(f"use_rollout_log_probs: {text}", (ACTOR + "use_rollout_log_probs",))
     program = settings[PROGRAM]
     is_run = runs_v1(settings) and program is not None
     follows_v1 = mode in LOSS_MODES and settings["trainer.use_v1"] and (mode != "vanilla" or is_run)
@@ -115,7 +115,6 @@ PEER = Peer(
         "verl.experimental.fully_async_policy.fully_async_main": {
             PROGRAM: "fully_async",
             RC + "bypass_mode": True,
-            ACTOR + "use_rollout_log_probs": True,
         },
     },
     other_programs=("verl.trainer.sft_trainer*", "verl.trainer.main_generation*", "verl.trainer.main_eval"),
@@ -125,6 +124,6 @@ PEER = Peer(
         "legacy_reward_impl": {},
         **{name: {} for name in _OWN_FILES},
         "one_step_off_ppo_*trainer": {},
-        "fully_async_ppo_*trainer": {RC + "bypass_mode": True, ACTOR + "use_rollout_log_probs": True},
+        "fully_async_ppo_*trainer": {RC + "bypass_mode": True},
     },
 )
