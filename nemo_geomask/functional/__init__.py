@@ -68,3 +68,7 @@ def __getattr__(name: str) -> Any:
             globals().update({key: getattr(module, key) for key in module.__all__ if key in __all__})
         return globals()[name]
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

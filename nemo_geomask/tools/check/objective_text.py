@@ -191,7 +191,7 @@ def _weight(config: LossConfig) -> Part:
     if config.plugin_truncation is not None:
         name = _attribute(config.truncation)
         description = config.plugin_truncation.description or f"truncated by {name}"
-        return Part(f"{formula}, then {name} by {bounds}", f"{explanation}, {description}, {bounds}.")
+        return Part(f"{formula}, through {name} with the bounds {bounds}", f"{explanation}, {description}, {bounds}.")
     if config.truncation == "tis":
         return Part(f"{formula}, clamped to {bounds}", f"{explanation}, clamped to {bounds}.")
     if config.truncation == "icepop":

@@ -218,7 +218,8 @@ def _recipe_with_loss(path: Path, loss_from: Path | None) -> Iterator[Path]:
         raise ConfigError(f"--loss-from: {loss_from} has no loss_fn: block")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, path.name)
-        data = {"defaults": str(path.resolve()), "loss_fn": {"_override_": True, **block}}
+        # The variants of the lab's recipe are of its own loss.
+        data = {"defaults": str(path.resolve()), "lab": {"compare": []}, "loss_fn": {"_override_": True, **block}}
         file.write_text(require("yaml", "the lab needs", "demo").safe_dump(data), encoding="utf-8")
         yield file
 

@@ -111,6 +111,11 @@ def test_the_loss_of_a_nemo_rl_recipe(recipe, tmp_path):
     (run,) = plan_runs(recipe, ["loss_fn.ratio_clip_min=0.5"], loss_from=other, **flags)
     assert run.recipe.loss_fn == {"name": "cispo", "ratio_clip_max": 4.0, "ratio_clip_min": 0.5}
     assert run.recipe.grpo.num_prompts_per_step == 4
+    compared = ["lab.compare=[gspo:none,gspo:sequence]"]
+    with_variants = tmp_path / "with_variants.yaml"  # of another loss
+    with_variants.write_text(f"defaults: {recipe}\nlab: {{compare: [gspo:none, gspo:sequence]}}\n")
+    assert [run.label for run in plan_runs(with_variants, [], loss_from=other, **flags)] == ["cispo"]
+    assert len(plan_runs(recipe, compared, loss_from=other, **flags)) == 2
     other.write_text("grpo: {}\n")
     with pytest.raises(ConfigError, match="has no loss_fn: block"):
         plan_runs(recipe, [], loss_from=other, **flags)
