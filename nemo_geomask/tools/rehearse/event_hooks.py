@@ -143,6 +143,18 @@ def _call_workers(groups: Any, function: Callable[[Any], Any]) -> list[Any]:
     return answers
 
 
+def _read_counts() -> list[dict[str, Any]]:
+    """Return the counts of each training worker, and the policy and data-parallel rank whose rows it trains."""
+    replicas = []
+    for number, policy in enumerate(_policies):
+        sharding = getattr(policy.worker_group, "sharding_annotations", None)
+        for index in range(len(policy.worker_group.workers)):
+            rank = index if sharding is None else sharding.get_worker_coords(index).get("data_parallel", 0)
+            replicas.append([number, rank])
+    answers = _call_workers(_policies, worker_counts.read_counts)
+    return [{**counts, "replica": replica} for counts, replica in zip(answers, replicas, strict=True)]
+
+
 def stop_workers() -> list[Any]:
     """Undo what was changed in the training workers, and return their policies in this process."""
     _call_workers(_policies, worker_counts.stop_counting)
@@ -222,7 +234,7 @@ def _count_losses(events: Events, policy: Any) -> None:
     workers = policy.worker_group.workers
     importlib.import_module("ray").get([worker.__ray_call__.remote(worker_counts.count_calls) for worker in workers])
     _policies.add(policy)
-    events("worker_counts", step=0, workers=_call_workers(_policies, worker_counts.read_counts))
+    events("worker_counts", step=0, workers=_read_counts())
 
 
 def _track_recorder(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,7 +256,7 @@ def _log_metrics(events: Events, after_step: Callable[[], None], original: Calla
             # The driver and the single controller end without Python's exit handlers: nothing may be left to write.
             for recorder in list(_recorders):
                 recorder.flush()
-            events("worker_counts", step=int(step), workers=_call_workers(_policies, worker_counts.read_counts))
+            events("worker_counts", step=int(step), workers=_read_counts())
         events("end", stage="metrics", label=prefix)
         if prefix == "train" and "loss" in metrics:
             after_step()

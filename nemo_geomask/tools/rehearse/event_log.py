@@ -5,21 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-STAGES: tuple[str, ...] = (
-    "validation",
-    "start",
-    "workers",
-    "refit",
-    "sampling",
-    "log-probs",
-    "veto",
-    "step",
-    "val",
-    "metrics",
+STAGES = (
+    *("validation", "start", "workers", "refit", "sampling", "log-probs", "veto", "step", "val", "metrics"),
     "checkpoint",
 )
 """Stages of a rehearsal, in the order in which they first begin.
@@ -27,31 +18,22 @@ STAGES: tuple[str, ...] = (
 In ``validation``, ``check`` validates the recipe; in ``val``, NeMo-RL validates the policy on prompts.
 """
 
-_STAGE_OF_LABEL: tuple[tuple[str, str], ...] = (
-    # Prefix of a label of NeMo-RL's Timer, and the stage: the labels of all trainers, from v0.6.0 to main.
-    ("prepare_for_generation", "refit"),
-    ("weight_sync", "refit"),
-    ("offload_before_refit", "refit"),
-    ("policy_offload_after_refit", "refit"),
-    ("generation", "sampling"),
-    ("exposed_generation", "sampling"),
-    ("reward_calculation", "sampling"),
-    ("logprob_inference_prep", "log-probs"),
-    ("policy_and_reference_logprobs", "log-probs"),
-    ("value_inference", "log-probs"),
-    ("training_prep", "step"),
-    ("policy_training", "step"),
-    ("value_training", "step"),
-    ("total_validation_time", "val"),
-    ("checkpointing", "checkpoint"),
-)
+_LABELS: Mapping[str, tuple[str, ...]] = {
+    # By stage: prefixes of labels of NeMo-RL's Timer, of all trainers, from v0.6.0 to main.
+    "refit": ("prepare_for_generation", "weight_sync", "offload_before_refit", "policy_offload_after_refit"),
+    "sampling": ("generation", "exposed_generation", "reward_calculation"),
+    "log-probs": ("logprob_inference_prep", "policy_and_reference_logprobs", "value_inference"),
+    "step": ("training_prep", "policy_training", "value_training"),
+    "val": ("total_validation_time",),
+    "checkpoint": ("checkpointing",),
+}
 
 
 def stage_of(label: str) -> str | None:
     """Return the stage of a timer label; None for parts of a stage (``policy_training/…``) and totals."""
     if "/" in label and not label.startswith("prepare_for_generation/total"):
         return None
-    return next((stage for start, stage in _STAGE_OF_LABEL if label.startswith(start)), None)
+    return next((stage for stage, labels in _LABELS.items() if label.startswith(labels)), None)
 
 
 class Events:

@@ -32,6 +32,7 @@ _WIDEN = "widen the bounds, unless the diagnosis names a fault; a tiny model's m
 _OTHER_ROWS = "a microbatch's log-probs, masks and advantages must be of the same rows, on every rank"
 MAX_LOSS_ERROR = 1e-4
 """Largest difference of the logged loss from that of the recorded batch, over the sum of its terms' sizes."""
+_LAYOUT_KEYS = "policy.dtensor_cfg, policy.megatron_cfg (tensor_parallel_size, context_parallel_size)"
 
 
 def unmet_conditions(evidence: RunEvidence) -> tuple[RunFailure, ...]:
@@ -203,10 +204,28 @@ def loss_is_that_of_the_batch(evidence: RunEvidence) -> Iterator[RunFailure]:
         if abs(logged - expected) > MAX_LOSS_ERROR * (size + abs(expected)):
             message = (
                 f"the loss of step {step} is {logged:.6g}, and that of its recorded batch is {expected:.6g}: the "
-                "workers computed it with other rows, masks, advantages or counts"
+                "workers computed it with log-probs, masks, advantages or counts of other rows or tokens"
             )
             yield unmet("step", message, "loss_fn.name, policy.sequence_packing", _OTHER_ROWS)
             return
+
+
+def ranks_compute_one_loss(evidence: RunEvidence) -> Iterator[RunFailure]:
+    """Require that workers that train the same rows compute the same loss: only the first one's is logged."""
+    for proof in evidence.worker_counts:
+        losses: dict[tuple[int, ...], list[tuple[float, float]]] = {}
+        for worker in proof["workers"]:
+            if worker["calls"] and "losses" in worker:  # only the last pipeline stage calls a loss
+                losses.setdefault(tuple(worker["replica"]), []).append(worker["losses"])
+        for (_, rank), of_rows in losses.items():
+            low, high = min(of_rows)[0], max(of_rows)[0]
+            if high - low > MAX_LOSS_ERROR * max(size for _, size in of_rows):
+                message = (
+                    f"the {len(of_rows)} workers of data-parallel rank {rank} train the same rows, and their losses up "
+                    f"to step {proof['step']} add up to {low:.6g} in one and {high:.6g} in another"
+                )
+                yield unmet("step", message, _LAYOUT_KEYS, _OTHER_ROWS)
+                return
 
 
 def _listed(steps: Sequence[int]) -> str:
@@ -223,6 +242,7 @@ CONDITIONS: tuple[Condition, ...] = (
     logprobs_agree,
     policy_is_unchanged_at_first_update,
     loss_is_that_of_the_batch,
+    ranks_compute_one_loss,
     no_step_was_vetoed,
     something_was_kept,
     weights_were_trained,

@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_geomask.tools.rehearse.run_outcome import RunEvidence, RunFailure, unmet
 from nemo_geomask.tools.rehearse.weight_groups import KEPT, layer_of
+from nemo_geomask.tools.shared.terminal_tables import count_with_noun
 
 _GROWTH = 2.5  # of a typical token's noise; eight healthy preflights: up to 1.69; with a stale cache: 3.2 and 5.2
 _SIDES = (("engine", "trainer"), ("trainer", "engine"))
@@ -51,7 +52,7 @@ def weights_reached_the_engine(evidence: RunEvidence) -> Iterator[RunFailure]:
         )
         earlier = sum(event["refits"] < first["refits"] for event in comparisons)
         if earlier:
-            message += f"; {'it was' if earlier == 1 else 'they were'} the same after {_times(earlier)} before"
+            message += f"; they were the same after {count_with_noun(earlier, 'refit')} before"
         fix = "the sampler keeps old weights: every process of the engine must load every update, for all layers"
         yield unmet("refit", message, *((_PRECISION_KEYS[1], _QUANTISE) if is_rounded else (key, fix)))
     worker_counts = evidence.worker_counts
@@ -64,10 +65,6 @@ def weights_reached_the_engine(evidence: RunEvidence) -> Iterator[RunFailure]:
 
 def _refits(proof: Mapping[str, Any]) -> int:
     return max((int(worker.get("refits", 0)) for worker in proof["workers"]), default=0)
-
-
-def _times(count: int) -> str:
-    return "1 refit" if count == 1 else f"{count} refits"
 
 
 def _with_reason(difference: Mapping[str, Any], precision: Mapping[str, Any]) -> str:

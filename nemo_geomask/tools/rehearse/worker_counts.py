@@ -27,6 +27,7 @@ _applied: list[patch.Patch] = []  # in this process
 _calls: dict[str, int] = {}
 # Sequences of each packed row that a loss of ours got in this process.
 _packed: list[int] = []
+_losses = [0.0, 0.0]  # sum of the losses that this process computed, and of their absolute values
 LOGPROBS, LOSS = "log-probs", "loss"
 _LOGPROB_MODULE = "nemo_rl.algorithms.loss.utils"
 
@@ -57,14 +58,15 @@ def read_counts(actor: Any = None) -> dict[str, Any]:
     """Return the counts of this process, and where it runs.
 
     Returns:
-        ``calls``: number by the loss's repr; ``packed``: sequences of each packed row; ``seconds`` of log-probs and
-        loss, forward and backward; ``bytes``: their peak on a GPU, and that of all; ``refits``: number of times that
-        it sent its weights; ``weights``: see :func:`~.weight_sums.local_sums`; ``file``: path of nemo_geomask;
-        ``pid``, ``python``, ``host``.
+        ``calls``: number by the loss's repr; ``losses``: their sum, and that of their absolute values; ``packed``:
+        sequences of each packed row; ``seconds`` of log-probs and loss, forward and backward; ``bytes``: their peak on
+        a GPU, and that of all; ``refits``: number of times that it sent its weights; ``weights``: see
+        :func:`~.weight_sums.local_sums`; ``file``: path of nemo_geomask; ``pid``, ``python``, ``host``.
     """
     _wait()
     return {
         "calls": dict(_calls),
+        "losses": list(_losses),
         "packed": list(_packed),
         "seconds": dict(_seconds),
         "bytes": dict(_bytes),
@@ -83,11 +85,11 @@ def seed(actor: Any, number: int) -> None:
 
 
 def _patches(actor: Any) -> Iterator[patch.Patch]:
-    yield patch.attribute(PolicyLoss, "__call__", _count)
-    yield patch.attribute(PolicyLoss, "packed", _count)
+    yield patch.attribute(PolicyLoss, "__call__", counted)
+    yield patch.attribute(PolicyLoss, "packed", counted)
     nemo_rl_loss = getattr(importlib.import_module(facts.LOSS_MODULE), facts.LOSS_CLASS, None)
     if nemo_rl_loss is not None:
-        yield patch.attribute(nemo_rl_loss, "__call__", _count)
+        yield patch.attribute(nemo_rl_loss, "__call__", counted)
     utils, namespaces = importlib.import_module(_LOGPROB_MODULE), patch.nemo_rl_namespaces(actor)
     compute_logprobs = functools.partial(measured, LOGPROBS)
     for name in ("prepare_loss_input", "prepare_packed_loss_input"):
@@ -97,7 +99,8 @@ def _patches(actor: Any) -> Iterator[patch.Patch]:
     yield from observe_sends(actor)
 
 
-def _count(original: Callable[..., Any]) -> Callable[..., Any]:
+def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the call of a loss, so that calls, their sequences and their losses are counted."""
     call_loss = measured(LOSS, original)
 
     @functools.wraps(original)
@@ -108,7 +111,10 @@ def _count(original: Callable[..., Any]) -> Callable[..., Any]:
         _calls[name] = _calls.get(name, 0) + 1
         if len(args) > 2 and isinstance(args[2], PackedSegments):
             _packed.append(int(args[2].count))
-        return call_loss(self, *args, **kwargs)
+        result = call_loss(self, *args, **kwargs)
+        value = float(result[0].detach())
+        _losses[:] = _losses[0] + value, _losses[1] + abs(value)
+        return result
 
     return call
 

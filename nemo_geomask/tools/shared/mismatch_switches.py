@@ -13,9 +13,6 @@ from typing import Any, Literal
 VERSIONS = ("v0.6.0", "v0.7.0", "main")
 """Versions of NeMo-RL that the table knows, oldest first."""
 
-ENGINE_ARGUMENTS = "policy.generation.vllm_kwargs."
-"""Prefix of keys that NeMo-RL hands to vLLM as engine arguments."""
-
 _FILE = Path(__file__).with_suffix(".toml")
 
 
@@ -74,14 +71,6 @@ class MismatchSwitch:
         """
         part = self.seen_as or self.key.rpartition(".")[2]
         return any(part in name for name in names)
-
-    def is_in(self, version: str) -> bool:
-        """Return True if a version of NeMo-RL reads the key.
-
-        Args:
-            version: one of :data:`VERSIONS`.
-        """
-        return VERSIONS.index(version) >= VERSIONS.index(self.since)
 
 
 def settings_left_open(get: Callable[[str], Any], trainer: str) -> list[tuple[MismatchSwitch, Any]]:

@@ -131,6 +131,22 @@ def test_a_loss_of_other_rows():
     assert found.error.startswith("the loss of step 2 is 0.1, and that of its recorded batch is 0.3")
 
 
+def ranks(*losses):
+    """Counts of a step from workers of (data-parallel rank, sum of their losses)."""
+    calls = {OURS: 4}
+    each = [{**proof(1, calls=calls)["workers"][0], "replica": [0, rank], "losses": [s, 2.0]} for rank, s in losses]
+    counted = {**proof(1), "workers": [*each, {**each[0], "calls": {}, "losses": [0.0, 0.0]}]}
+    return [refit(1), proof(0), counted]
+
+
+def test_ranks_with_other_losses_of_the_same_rows():
+    """The logged loss and the record are of the first rank; a stage that calls no loss doesn't count."""
+    assert errors(events=ranks((0, 0.5), (0, 0.5 + 1e-5), (1, 0.9))) == []
+    (found,) = unmet(events=ranks((0, 0.5), (0, 0.5), (1, 0.9), (1, 0.8)))
+    assert found.error.startswith("the 2 workers of data-parallel rank 1 train the same rows, and their losses up to")
+    assert "add up to 0.8 in one and 0.9 in another" in found.error
+
+
 def test_steps_of_which_nothing_was_kept():
     (two,) = unmet(metrics={1: {"geomask/kept_tokens": 0.0}, 3: {"geomask/batch_emptied": 1.0}})
     assert two.error.startswith("nothing was kept of step 1, 3")

@@ -1,4 +1,4 @@
-"""A rehearsal that is interrupted and preflights, through NeMo-RL's own script and workers, by ``make nemo-rl``.
+"""Rehearsals with faults, one that is interrupted, and a preflight, in NeMo-RL's own workers, by ``make nemo-rl``.
 
 What rehearsals of all kinds find is in ``tests/evidence/hosts/case_matrix.py``.
 """
@@ -19,8 +19,10 @@ from nemo_geomask.recipe import nemo_rl_root, read_recipe
 from nemo_geomask.tools.check import RecipeFacts
 from nemo_geomask.tools.rehearse.launch_environment import launch_environment
 from nemo_geomask.tools.rehearse.plan import plan
+from nemo_geomask.tools.rehearse.rehearsal import rehearse
 from nemo_geomask.tools.rehearse.supervision import descendants, supervised
 from nemo_geomask.tools.rehearse.tiny_models import write_model, write_prompts
+from tests.tools.rehearse.planted_faults import VARIABLE
 
 MISSING = [name for name in ("ray", "vllm", "transformers", "hydra") if importlib.util.find_spec(name) is None]
 
@@ -66,6 +68,30 @@ def test_nothing_is_left_after_ctrl_c_while_the_workers_run(tmp_path):
         process.wait(60)
     assert len(births) > 5
     assert [pid for pid, born in births.items() if born is not None and birth(pid) == born] == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "overrides", "reason"),
+    [
+        ("shift", [], "the loss gets each token's neighbour's log-prob"),
+        ("temperature", ["++loss_fn.logprob_backend=geomask"], "another temperature in the training pass"),
+        ("rows", [], "that of its recorded batch is"),
+        (
+            "mask of another rank",
+            ["policy.dtensor_cfg.tensor_parallel_size=2", "cluster.gpus_per_node=2"],
+            "the 2 workers of data-parallel rank 0 train the same rows",
+        ),
+    ],
+)
+def test_a_fault_in_the_workers_fails_with_its_reason(tmp_path, monkeypatch, fault, overrides, reason):
+    here = str(Path(__file__).parent)
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(VARIABLE, fault)
+    overrides = ["policy.dtensor_cfg._v2=false", "loss_fn.name=planted_faults:gspo", *overrides]
+    failure = rehearse(RECIPE, overrides, ranks=2, timeout=1000, folder=tmp_path / "out").outcome.failure
+    assert failure.stage == "step"
+    assert reason in failure.error
 
 
 def test_a_preflight_of_a_run_with_a_local_checkpoint_lets_it_go_on(tmp_path):

@@ -56,3 +56,12 @@ def test_the_memory_of_a_gpu_is_that_beyond_what_was_allocated(monkeypatch):
     logits = torch.ones(3, requires_grad=True) * 1
     logprobs(logits)[0].sum().backward()
     assert worker_counts.read_counts(SimpleNamespace())["bytes"] == {"log-probs": 12.0 - 4.0, "all": 12.0}
+
+
+def test_the_losses_of_a_process_are_summed():
+    before = worker_counts.read_counts(SimpleNamespace())["losses"]
+    loss = worker_counts.counted(lambda value: (torch.tensor(value), {}))
+    for value in (0.25, -1.0):
+        loss(value)
+    after = worker_counts.read_counts(SimpleNamespace())["losses"]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [-0.75, 1.25]

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_geomask.tools.shared.mismatch_switches import ENGINE_ARGUMENTS, VERSIONS, mismatch_switches
+from nemo_geomask.tools.shared.mismatch_switches import VERSIONS, mismatch_switches
 
 SWITCHES = mismatch_switches()
+ENGINE_ARGUMENTS = "policy.generation.vllm_kwargs."  # NeMo-RL hands these to vLLM
 CHECKOUTS = {version: Path(os.environ.get("NEMO_RL_CHECKOUTS", "/tmp/host"), f"RL-{version}") for version in VERSIONS}
 
 
@@ -64,7 +65,7 @@ def test_nemo_rl_has_the_keys_of_its_version(version):
         outer = "vllm_kwargs" if switch.key.startswith(ENGINE_ARGUMENTS) else ""
         outer = "env_vars" if ".env_vars." in switch.key else outer
         names = {outer} if outer else set(switch.key.split("."))
-        if switch.is_in(version):
+        if VERSIONS.index(version) >= VERSIONS.index(switch.since):
             names |= {part for key in switch.also for part in key.split(".")}
             assert names <= words, f"{switch.id}: {names - words}"
 
