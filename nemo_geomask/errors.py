@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_geomask.yaml_text import advice
+
 __all__ = [
     "ArgumentError",
     "BatchVetoError",
@@ -39,18 +41,24 @@ class Problem:
     Attributes:
         keys: dotted settings that the problem is about, such as ``loss_fn.masks[0].min``; several if they contradict
             each other, none if it is not about a setting.
-        message: what is wrong, the offending value and how to fix it; may quote another error of several lines.
+        template: what is wrong, the offending value and how to fix it; may quote another error of several lines.
+            ``{fix}`` stands for the settings of ``fix``.
         fields: fields of the settings' model whose values can't be relied on because of the problem, including the
             one that a misspelt key probably means.
         where: file or argument that the settings come from, if the message should name it.
-        fix: settings that are a way out, by dotted key, as the message says; empty if only the user can know them.
+        fix: settings that are a way out, by dotted key; empty if only the user can know them.
     """
 
     keys: tuple[str, ...]
-    message: str
+    template: str
     fields: frozenset[str] = frozenset()
     where: str = ""
     fix: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def message(self) -> str:
+        """The template with the settings of ``fix`` in words."""
+        return self.template.replace("{fix}", advice(self.fix)) if self.fix else self.template
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.where, ", ".join(self.keys), self.message) if part)

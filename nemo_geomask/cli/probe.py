@@ -95,7 +95,7 @@ def check_supported(values: Mapping[str, Any]) -> None:
         ConfigError: it has; the message names all such settings, and the overrides that turn them off. Or a size is no
             whole number.
     """
-    from nemo_geomask.config.strict import as_yaml
+    from nemo_geomask.yaml_text import as_yaml
 
     hindrances = [each for each in _HINDRANCES if each.is_present(values)]
     if hindrances:

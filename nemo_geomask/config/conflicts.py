@@ -13,8 +13,8 @@ from nemo_geomask.config.conflict_rule import ConflictRule, Severity
 from nemo_geomask.config.correction_conflicts import ANCHOR, CORRECTION, MASKS_ONLY, TRUNCATION
 from nemo_geomask.config.loss_settings import LossSettings
 from nemo_geomask.config.ratio_conflicts import CISPO, KL_AND_NLL, NORMALIZATION, POLICY_MASKS, PRESTEP, RATIO
-from nemo_geomask.config.strict import advice, as_yaml
 from nemo_geomask.errors import Problem
+from nemo_geomask.yaml_text import as_yaml
 
 # Order matters: find_conflicts checks `depends_on` against the conflicts above only.
 CONFLICTS: tuple[ConflictRule, ...] = (
@@ -36,7 +36,7 @@ class Conflict(NamedTuple):
     """Settings of one block that contradict each other; :class:`ConflictRule` describes the attributes."""
 
     keys: tuple[str, ...]
-    message: str  # the values of these settings, and how to resolve the conflict
+    template: str  # the values of these settings, and how to resolve the conflict, with ``{fix}`` for ``fix``
     fix: Mapping[str, Any] = {}
     depends_on: tuple[str, ...] = ()
 
@@ -49,8 +49,7 @@ def find_conflicts(settings: LossSettings, severity: Severity = "error") -> tupl
         if rule.severity == severity and disputed.isdisjoint(rule.depends_on) and rule.applies(settings):
             values = {key: value(settings) if callable(value) else value for key, value in rule.fix.items()}
             fix = {key: value for key, value in values.items() if getattr(settings, key) != value}
-            message = rule.message.format_map(_Values(settings, advice(fix)))
-            conflicts.append(Conflict(rule.keys, message, fix, rule.depends_on))
+            conflicts.append(Conflict(rule.keys, rule.message.format_map(_Values(settings)), fix, rule.depends_on))
             disputed.update(rule.keys)
     return tuple(conflicts)
 
@@ -67,7 +66,7 @@ def whole_batch_problems(settings: LossSettings) -> tuple[Problem, ...]:
     fix = dict.fromkeys(normalize, False)
     problems = (
         Problem(budgets, f"a budget {reason}; give the mask bounds (min, max), or {trainer}"),
-        Problem(normalize, f"the weight's mean {reason}; {advice(fix)}, or {trainer}", fix=fix),
+        Problem(normalize, f"the weight's mean {reason}; {{fix}}, or {trainer}", fix=fix),
     )
     return tuple(problem for problem in problems if problem.keys)
 
@@ -75,8 +74,8 @@ def whole_batch_problems(settings: LossSettings) -> tuple[Problem, ...]:
 class _Values(dict[str, str]):
     """Mapping from a setting's key to its value as text, for ``str.format_map`` on a message template."""
 
-    def __init__(self, settings: LossSettings, fix: str) -> None:
-        super().__init__(fix=fix)
+    def __init__(self, settings: LossSettings) -> None:
+        super().__init__(fix="{fix}")
         self._settings = settings
 
     def __missing__(self, key: str) -> str:

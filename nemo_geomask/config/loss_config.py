@@ -59,6 +59,6 @@ class LossConfig(LossSettings):
         if conflicts := find_conflicts(self):
             raise ValidationError.from_exception_data(
                 type(self).__name__,
-                [conflict_error(conflict.keys, conflict.message, conflict.fix) for conflict in conflicts],
+                [conflict_error(conflict.keys, conflict.template, conflict.fix) for conflict in conflicts],
             )
         return self

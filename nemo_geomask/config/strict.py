@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-import json
 import math
-import re
 import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,43 +22,17 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from nemo_geomask.errors import ConfigError, Problem
+from nemo_geomask.yaml_text import as_yaml
 
 M = TypeVar("M", bound=BaseModel)
 S = TypeVar("S", bound="StrictModel")
 
 # Texts (in YAML, the words or quoted) that people write where they mean null.
 _NULL_WORDS = ("none", "nil", "null", "")
-# Texts that YAML 1.1 reads as something else unless they are quoted.
-_WORDS_TO_QUOTE = ("null", "true", "false", "yes", "no", "on", "off", "y", "n", "inf", "nan")
 _MAX_UNKNOWN_KEYS = 50
 """Unknown keys of one section that are reported one by one."""
 # float32's smallest normal number and its largest one.
 _FLOAT32_TINY, _FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
-
-
-def as_yaml(value: Any) -> str:
-    """Return a scalar as a recipe writes it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def inline_yaml(value: Any) -> str:
-    """Return any value as one line of a recipe; texts that YAML would read as anything else are quoted."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{inline_yaml(key)}: {inline_yaml(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(inline_yaml, value)) + "]"
-    if isinstance(value, float):
-        digits, e, exponent = repr(value).partition("e")
-        # YAML 1.1 reads a number with an exponent as text unless it has a dot.
-        return digits + (".0" if e and "." not in digits else "") + e + exponent
-    if isinstance(value, str) and (value.lower() in _WORDS_TO_QUOTE or not re.fullmatch(r"[A-Za-z_][\w-]*", value)):
-        return json.dumps(value, ensure_ascii=False)
-    return as_yaml(value)
-
-
-def advice(fix: Mapping[str, Any]) -> str:
-    """Return settings that are a way out as words: ``set key: value and key: value``."""
-    return "set " + " and ".join(f"{key.rpartition('.')[2]}: {inline_yaml(value)}" for key, value in fix.items())
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:

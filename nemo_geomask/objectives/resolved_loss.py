@@ -11,10 +11,11 @@ from pydantic import BaseModel
 from nemo_geomask.config.conflicts import find_conflicts
 from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.config.loss_settings import LossSettings
-from nemo_geomask.config.strict import advice, as_yaml, parse
+from nemo_geomask.config.strict import parse
 from nemo_geomask.errors import ConfigError, PluginError, Problem
 from nemo_geomask.objectives import registry
 from nemo_geomask.objectives.variant import Variant
+from nemo_geomask.yaml_text import as_yaml
 
 _PREFIX = "loss_fn"
 _OPTIONS = f"{_PREFIX}.options"
@@ -116,7 +117,7 @@ def _contradictions(
         yield _problem(
             (key, "name"),
             f"{key}: {as_yaml(getattr(settings, key))} can't be used with name: {settings.name}: "
-            f"{variant.refuses[key]}; {advice(fix)}, or choose another name",
+            f"{variant.refuses[key]}; {{fix}}, or choose another name",
             fix,
         )
     explicit = settings.explicit_settings
@@ -129,11 +130,13 @@ def _contradictions(
         implied_keys = [key for key in conflict.keys if key in implied]
         explicit_keys = [key for key in conflict.keys if key not in implied]
         reason = ", ".join(f"{key}: {as_yaml(implied[key])}" for key in implied_keys)
+        template, fix = conflict.template, conflict.fix
+        if fix.keys() & {*variant.forces, *variant.refuses}:  # which a recipe can't change
+            template, fix = template.replace("{fix}", "choose another name"), {}
         yield _problem(
             (*explicit_keys, "name") if implied_keys else conflict.keys,
-            conflict.message + (f" (name: {settings.name} implies {reason})" if implied_keys else ""),
-            # A recipe can't change what the objective forces or refuses.
-            {} if conflict.fix.keys() & {*variant.forces, *variant.refuses} else conflict.fix,
+            template + (f" (name: {settings.name} implies {reason})" if implied_keys else ""),
+            fix,
         )
 
 
@@ -183,7 +186,7 @@ def _warnings(settings: LossSettings, defaults: Mapping[str, Any], in_force: Los
         in_force: the same settings with the variant's defaults, forced settings and masks.
     """
     for conflict in find_conflicts(in_force, severity="warning"):
-        yield _problem(conflict.keys, conflict.message, conflict.fix)
+        yield _problem(conflict.keys, conflict.template, conflict.fix)
     for key, default in defaults.items():
         value = getattr(settings, key)
         nemo_rl_default = LossConfig.model_fields[key].default
@@ -193,7 +196,7 @@ def _warnings(settings: LossSettings, defaults: Mapping[str, Any], in_force: Los
             yield _problem(
                 (key, "name"),
                 f"{key}: {as_yaml(value)} is NeMo-RL's default, but name: {settings.name} prescribes "
-                f"{as_yaml(default)}; if it was inherited from a base recipe, {advice({key: default})}, or a value of "
+                f"{as_yaml(default)}; if it was inherited from a base recipe, {{fix}}, or a value of "
                 "your choice",
                 {key: default},
             )

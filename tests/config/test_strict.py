@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_geomask.config.strict import inline_yaml
+from nemo_geomask.yaml_text import inline_yaml
 
 yaml = pytest.importorskip("yaml")
 

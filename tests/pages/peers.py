@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.tools.translate import Translation, translate
+from nemo_geomask.yaml_text import as_yaml
 from tests.helpers.markdown import markdown_table
 from tests.tools.translate.peers.compare import expected_differences, index
 

@@ -12,7 +12,6 @@ from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.config.masks import RawMask
 from nemo_geomask.config.plugins import PluginGroup
 from nemo_geomask.config.presets import PRESETS, PUBLISHED_SETTINGS
-from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.hosts.nemo_rl.host_patches import PATCH_GROUPS
 from nemo_geomask.objectives.registry import LOSSES
 from nemo_geomask.objectives.resolved_loss import resolve_loss
@@ -20,6 +19,7 @@ from nemo_geomask.records import COLUMNS
 from nemo_geomask.tools.check import RULES
 from nemo_geomask.tools.check.objective_text import surrogate_parts
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch, mismatch_switches
+from nemo_geomask.yaml_text import as_yaml
 from tests.helpers.markdown import markdown_table
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from nemo_geomask.config import LossConfig
-from nemo_geomask.config.strict import advice, as_yaml
 from nemo_geomask.errors import ConfigError, Problem
+from nemo_geomask.yaml_text import as_yaml
 
 NO_ENTROPY = (
     "true, but NeMo-RL computes no entropies during training; set loss_fn.logprob_backend: geomask or geomask_linear, "
@@ -49,7 +49,7 @@ def own_loop_settings(config: LossConfig, names: Iterable[str] = _OWN_LOOP) -> I
         value = getattr(config, name)
         if value not in honoured:
             fix = {f"loss_fn.{name}": honoured[0]}
-            message = f"{as_yaml(value)}, but {why}; {advice(fix)}, or train in a loop of your own"
+            message = f"{as_yaml(value)}, but {why}; {{fix}}, or train in a loop of your own"
             yield Problem((f"loss_fn.{name}",), message, fix=fix)
 
 
@@ -68,7 +68,7 @@ def prev_readers(config: LossConfig, recipe: Mapping[str, Any]) -> Iterator[Prob
             yield Problem(
                 (key, "loss_fn.ratio_anchor"),
                 f"{key}: {as_yaml(value)} {use} by prev_logprobs, which are not computed under loss_fn.ratio_anchor: "
-                f"gen or proximal_policy: interpolated; remove it, or {advice(fix)}, which computes all of them",
+                f"gen or proximal_policy: interpolated; remove it, or {{fix}}, which computes all of them",
                 fix=fix,
             )
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import nemo_geomask
 from nemo_geomask.config import LossConfig
-from nemo_geomask.config.strict import inline_yaml
 from nemo_geomask.errors import GeomaskError, MissingDependencyError, Problem
 from nemo_geomask.hosts.nemo_rl import environment_probe, host_api, source_layout, worker_setup
 from nemo_geomask.hosts.nemo_rl.accepted_apis import way_out
 from nemo_geomask.hosts.nemo_rl.facts import TESTED_VERSIONS, neutral_values_in_source
 from nemo_geomask.hosts.nemo_rl.installed_version import accepts_python, describe_version, package_folder
 from nemo_geomask.losses import available
+from nemo_geomask.yaml_text import inline_yaml
 
 _PROBE_TIMEOUT = 300.0  # seconds
 RAY_TIMEOUT = 20.0

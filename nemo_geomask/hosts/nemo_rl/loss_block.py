@@ -9,9 +9,9 @@ from pydantic import BaseModel
 
 from nemo_geomask.config import LossConfig
 from nemo_geomask.config.fields import PULL_REQUEST_KEYS
-from nemo_geomask.config.strict import as_yaml, inline_yaml
 from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.hosts.nemo_rl.facts import FIELDS_READ_BY_TRAINERS, NeutralValues
+from nemo_geomask.yaml_text import as_yaml, inline_yaml
 
 
 def plain_settings(config: Any) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
 from nemo_geomask.tools.check.setting_author import nearest_to_user
+from nemo_geomask.yaml_text import as_yaml
 
 _MEGATRON_OPTIMIZER = "policy.megatron_cfg.optimizer"
 _LOWER_RATES = (f"{_MEGATRON_OPTIMIZER}.min_lr", "policy.megatron_cfg.scheduler.lr_warmup_init")

@@ -156,4 +156,4 @@ def _needs_whole_batch(facts: RecipeFacts) -> Iterator[Hit]:
     if facts.uses_single_controller:
         for problem in whole_batch_problems(facts.config):
             for key in problem.keys:
-                yield Hit(key, problem.message, fix=problem.fix)
+                yield Hit(key, problem.template, fix=problem.fix)

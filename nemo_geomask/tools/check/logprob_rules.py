@@ -105,14 +105,14 @@ def _logprob_backend(facts: RecipeFacts) -> Iterator[Hit]:
 def _prev_not_computed(facts: RecipeFacts) -> Iterator[Hit]:
     """Setting that reads `prev_logprobs` although they are not computed."""
     for problem in prev_readers(facts.config, facts.recipe.data):
-        yield Hit(problem.keys[0], problem.message, fix=problem.fix)
+        yield Hit(problem.keys[0], problem.template, fix=problem.fix)
 
 
 @rule("GM347", "error", "docs/reference/nemo_rl.md", applies_to_lab=False)
 def _own_loop_needed(facts: RecipeFacts) -> Iterator[Hit]:
     """Loss settings that need a training loop of your own."""
     for problem in own_loop_settings(facts.config):
-        yield Hit(problem.keys[0], problem.message, fix=problem.fix)
+        yield Hit(problem.keys[0], problem.template, fix=problem.fix)
 
 
 @rule("GM319", "error", "docs/reference/records.md")

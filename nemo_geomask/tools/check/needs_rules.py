@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.config.strict import as_yaml, inline_yaml
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
 from nemo_geomask.tools.check.source_words import is_in_source
+from nemo_geomask.yaml_text import as_yaml, inline_yaml
 
 _TABLE: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("requirements.toml").read_text(encoding="utf-8")

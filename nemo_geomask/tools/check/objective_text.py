@@ -9,10 +9,10 @@ from typing import Any
 
 from nemo_geomask.config import LossConfig, MaskRule
 from nemo_geomask.config.corrections import SIGNED
-from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import PluginError, Problem
 from nemo_geomask.objectives.resolved_loss import ResolvedLoss
 from nemo_geomask.objectives.variant import Part, Parts
+from nemo_geomask.yaml_text import as_yaml
 
 
 def _format_number(value: float) -> str:

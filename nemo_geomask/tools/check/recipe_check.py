@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from nemo_geomask.config.strict import advice, inline_yaml
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.objectives.variant import Part
 from nemo_geomask.recipe import Recipe, read_recipe
@@ -17,6 +16,7 @@ from nemo_geomask.tools.check.objective_text import describe
 from nemo_geomask.tools.check.recipe_facts import MISMATCH_KL, RecipeFacts
 from nemo_geomask.tools.check.rule import Finding, Hit, Rule, load_rules
 from nemo_geomask.tools.check.source_words import is_in_source
+from nemo_geomask.yaml_text import inline_yaml
 
 if TYPE_CHECKING:
     from nemo_geomask.tools.diagnose import MeasuredRun
@@ -198,9 +198,7 @@ def _message(hit: Hit, facts: RecipeFacts) -> str:
     if not settings or hit.is_misspelt:
         return hit.message
     words = f"set {' and '.join(settings)}"
-    # The message of a loss's own problem has its fix in words already.
-    place = next((place for place in ("{fix}", advice(hit.fix)) if place in hit.message), None)
-    return hit.message.replace(place, words) if place else f"{hit.message}; {words}"
+    return hit.message.replace("{fix}", words) if "{fix}" in hit.message else f"{hit.message}; {words}"
 
 
 def _ids_in_comments(path: Path, text: str) -> set[str]:

@@ -6,13 +6,13 @@ import difflib
 import os
 from typing import NamedTuple
 
-from nemo_geomask.config.strict import inline_yaml
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe import Recipe
 from nemo_geomask.recipe.input_limits import read_text
 from nemo_geomask.recipe.yaml_edit import rename_in_text, set_in_text
 from nemo_geomask.tools.check.rule import Finding
 from nemo_geomask.tools.shared.atomic_write import write_atomically
+from nemo_geomask.yaml_text import inline_yaml
 
 
 class FixedRecipe(NamedTuple):

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 
 from nemo_geomask.config.loss_config import LossConfig
-from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import Problem
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_FIELDS
 from nemo_geomask.tools.check.config_classes import generation_section, master_section
@@ -14,6 +13,7 @@ from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
 from nemo_geomask.tools.check.setting_author import nearest_to_user, nemo_rl_files, user_keys
 from nemo_geomask.tools.check.value_types import RefusedValue, mismatches
+from nemo_geomask.yaml_text import as_yaml
 
 
 @rule("GM001", "error", "docs/reference/loss_reference.md", needs_loss=False, may_be_ignored=False)
@@ -36,7 +36,7 @@ def _doubtful_loss(facts: RecipeFacts) -> Iterator[Hit]:
 
 def _hit(problem: Problem, facts: RecipeFacts) -> Hit:
     """Return the hit of a problem."""
-    return Hit(nearest_to_user(problem.keys, facts) if problem.keys else "loss_fn", problem.message, fix=problem.fix)
+    return Hit(nearest_to_user(problem.keys, facts) if problem.keys else "loss_fn", problem.template, fix=problem.fix)
 
 
 @rule("GM003", "error", "NeMo-RL `ClippedPGLossConfig`: extra keys are allowed and ignored")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.hosts.nemo_rl.facts import calls_dynamic_sampling_in_ppo, single_controller_lacks
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
+from nemo_geomask.yaml_text import as_yaml
 
 _METRIC = "checkpointing.metric_name"
 _MAX_LEFT_OUT = 0.1  # share of the validation samples that may be left out without a warning

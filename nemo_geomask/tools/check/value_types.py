@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nemo_geomask.config.strict import as_yaml
+from nemo_geomask.yaml_text import as_yaml
 
 
 class RefusedValue(NamedTuple):

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.optional import require
 from nemo_geomask.tools.probe.ledger import LedgerRow
 from nemo_geomask.tools.probe.locations import LayerDifferences, TokenGap
@@ -17,6 +16,7 @@ from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
 from nemo_geomask.tools.shared.json_output import JSON_VERSION
 from nemo_geomask.tools.shared.palette import BLUE, VERMILION
 from nemo_geomask.tools.shared.terminal_tables import ABSENT, format_table
+from nemo_geomask.yaml_text import as_yaml
 
 _COLUMNS = (
     "switch",

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_geomask.config.loss_config import LossConfig
-from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_FIELDS
 from nemo_geomask.tools.check import RecipeFacts
+from nemo_geomask.yaml_text import as_yaml
 
 TOLERANCE = 1e-5
 """Largest relative difference between metrics that count as equal."""

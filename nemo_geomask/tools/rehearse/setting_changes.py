@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.tools.check import RecipeFacts, trained_sections
 from nemo_geomask.tools.rehearse.refusals import BACKEND
+from nemo_geomask.yaml_text import as_yaml
 
 
 @dataclass(frozen=True)

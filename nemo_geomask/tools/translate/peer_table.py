@@ -14,9 +14,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.translate.setting_values import UNRESOLVED, is_one_of, nested, shortened
+from nemo_geomask.yaml_text import as_yaml
 
 LOSS_WORDS = re.compile(
     "loss|kl(?![a-z])|clip|entropy|coef|log_?prob|logp|ratio(?!n)|mask|importance|advantage|reject|correct|off_?policy|"

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.config import LossConfig, nearest
-from nemo_geomask.config.strict import inline_yaml
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_FIELDS
 from nemo_geomask.objectives.resolved_loss import resolve_loss
@@ -23,6 +22,7 @@ from nemo_geomask.tools.translate.references import resolve_references
 from nemo_geomask.tools.translate.setting_values import flat, is_one_of, shortened
 from nemo_geomask.tools.translate.settings_reader import read_runs
 from nemo_geomask.tools.translate.unread_places import unread_places
+from nemo_geomask.yaml_text import inline_yaml
 
 _WIDTH = 120
 _LARGE_SECTION = 8

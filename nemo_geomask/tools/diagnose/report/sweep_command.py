@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from nemo_geomask.config.strict import inline_yaml
 from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.losses import build_loss
 from nemo_geomask.recipe import read_recipe
@@ -27,6 +26,7 @@ from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES, GRID
 from nemo_geomask.tools.diagnose.report.sweep_tables import explain_harm, sweep_table
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, to_json
 from nemo_geomask.tools.shared.progress_bar import track
+from nemo_geomask.yaml_text import inline_yaml
 
 _WRONG_LOGPROBS = (
     *("positive_logprobs", "shifted", "zero_logprobs", "nonfinite", "scaled", "biased_weight", "current_policy"),

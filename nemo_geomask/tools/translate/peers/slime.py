@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.tools.translate.peer_table import (
     Assign,
     Conversion,
@@ -14,6 +13,7 @@ from nemo_geomask.tools.translate.peer_table import (
     weight_settings,
     without_counterpart,
 )
+from nemo_geomask.yaml_text import as_yaml
 
 _ESTIMATORS = {
     **dict.fromkeys(("grpo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"), "clipped_pg"),
