@@ -21,6 +21,8 @@ _GENERIC_KEYS = ("name", "type", "mode", "format", "backend")
 _ANY_SECTION = re.compile(r"(master_|data_|policy_|base_)?(config|cfg|self|kwargs|args|settings|s|c)s?")
 _OTHER_MODULES = re.compile(r"/(dpo|rm|sft|distillation|run_eval|evals|eval_datasets|preference_datasets)\b")
 """Modules that train no policy loss, which have registries of their own under the same names."""
+# A key that an expression reads at its end, and the section before it: x["key"], x.get("key"), x.key.
+_READ = re.compile(r"""\['([^']+)'\]|\.(?:get|pop)\('(\w+)'[^()]*\)|(?:^|\.)([A-Za-z_]\w*)(?=$|[.\[])""")
 _SETTING = re.compile(r"""^[ \t-]*(\w+):[ \t]*["']?([A-Za-z][\w.:-]*)["']?[ \t]*(?:#.*)?$""", re.MULTILINE)
 
 
@@ -31,11 +33,6 @@ class WordComparison(NamedTuple):
     key: str
     words: tuple[str, ...]
     is_closed: bool  # True if the source refuses other words
-
-
-class _Key(NamedTuple):
-    section: str
-    name: str
 
 
 @functools.cache
@@ -99,7 +96,22 @@ def words_in_recipes(checkout: Path) -> Mapping[str, frozenset[str]]:
 
 @functools.cache
 def _comparisons(checkout: Path, path: Path) -> tuple[WordComparison, ...]:
-    return tuple(_SourceModule(checkout, path).comparisons())
+    """Return the comparisons in one module, and the words of the ``Literal`` types of its classes."""
+    tree = _parsed(source_texts(checkout)[path])
+    comparisons: list[WordComparison] = []
+    owners: dict[ast.AST, str] = {}
+    for each in ast.walk(tree):
+        if isinstance(each, ast.ClassDef):
+            owners |= {item: each.name.lower() for item in each.body if each.name.endswith("Config")}
+            for field in each.body:
+                annotation = ast.unparse(field.annotation) if isinstance(field, ast.AnnAssign) else ""
+                if "Literal[" in annotation:
+                    words = tuple(re.findall(r"'([^']+)'", annotation.partition("Literal[")[2]))
+                    comparisons.append(WordComparison(each.name.lower(), ast.unparse(field.target), words, False))  # type: ignore[attr-defined]
+    for each in (tree, *ast.walk(tree)):
+        if isinstance(each, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef):
+            comparisons += _Scope(checkout, path, each, owners.get(each, "")).comparisons()
+    return tuple(comparisons)
 
 
 def _parsed(text: str) -> ast.Module:
@@ -118,89 +130,67 @@ def _constant(checkout: Path, path: Path, name: str) -> tuple[tuple[str, ...], b
     own_text = source_texts(checkout)[path]
     texts = [text for text in source_texts(checkout).values() if name in text]
     texts = [own_text] if definition.search(own_text) else texts
-    trees = [_parsed(text) for text in texts if definition.search(text)]
-    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.stmt)]
-    words = tuple(word for node in nodes for word in _words_of_definition(node, name))
-    return words, not any(re.search(rf"\b{name}\[\w+\] =", text) for text in texts)
-
-
-def _words_of_definition(node: ast.stmt, name: str) -> list[str]:
-    if isinstance(node, ast.ClassDef) and node.name == name and any("Enum" in ast.unparse(base) for base in node.bases):
-        assigned = [statement for statement in node.body if isinstance(statement, ast.Assign)]
-        names = [target.id for statement in assigned for target in statement.targets if isinstance(target, ast.Name)]
-        return [*names, *(word for statement in assigned for word in _literal_words(statement.value))]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    is_named = any(isinstance(target, ast.Name) and target.id == name for target in targets)
-    return _literal_words(node.value) if is_named else []  # type: ignore[attr-defined]
+    words: list[str] = []
+    for node in (node for text in texts if definition.search(text) for node in ast.walk(_parsed(text))):
+        match node:
+            case ast.ClassDef() if node.name == name and any("Enum" in ast.unparse(base) for base in node.bases):
+                for member in (each for each in node.body if isinstance(each, ast.Assign)):
+                    words += [*map(ast.unparse, member.targets), *_literal_words(member.value)]
+            case ast.Assign(targets=[ast.Name(target)]) | ast.AnnAssign(target=ast.Name(target)) if target == name:
+                words += _literal_words(node.value)
+    return tuple(words), not any(re.search(rf"\b{name}\[\w+\] =", text) for text in texts)
 
 
 def _literal_words(node: ast.expr | None) -> list[str]:
     """Return the texts in a literal, and the keys of a mapping; of a call such as ``frozenset(…)``, its arguments'."""
-    if isinstance(node, ast.Constant):
-        return [node.value] if isinstance(node.value, str) else []
-    if isinstance(node, ast.Tuple | ast.List | ast.Set):
-        return [word for item in node.elts for word in _literal_words(item)]
-    if isinstance(node, ast.Dict):
-        return [word for item in node.keys for word in _literal_words(item)]
-    if isinstance(node, ast.Call):
-        return [word for item in node.args if not isinstance(item, ast.Constant) for word in _literal_words(item)]
+    match node:
+        case ast.Constant(str(word)):
+            return [word]
+        case ast.Tuple(items) | ast.List(items) | ast.Set(items) | ast.Dict(items):
+            return [word for item in items for word in _literal_words(item)]
+        case ast.Call(_, items):
+            return [word for item in items if not isinstance(item, ast.Constant) for word in _literal_words(item)]
     return []
 
 
-class _SourceModule:
-    """Comparisons in one module."""
+class _Scope:
+    """A function, or a module without its functions."""
 
-    def __init__(self, checkout: Path, path: Path) -> None:
+    def __init__(self, checkout: Path, path: Path, function: ast.AST, owner: str) -> None:
         self.checkout, self.path = checkout, path
-        self.tree = _parsed(source_texts(checkout)[path])
-        # Of the function at hand: keys of its variables, variables of its loops, which read no key although they may be
-        # named like one, its constants, and its class if that holds settings.
-        self.keys: dict[str, _Key] = {}
-        self.loops: set[str] = set()
+        self.owner = owner  # the function's class if that holds settings
+        self.nodes = list(ast.iter_child_nodes(function))
+        for node in self.nodes:  # grows while it is read
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                self.nodes += ast.iter_child_nodes(node)
+        targets = [node.target for node in self.nodes if isinstance(node, ast.For | ast.comprehension)]
+        # Variables of loops read no key, although they may be named like one.
+        self.loops = {part.id for each in targets for part in ast.walk(each) if isinstance(part, ast.Name)}
+        self.keys: dict[str, tuple[str, str]] = {}
         self.constants: dict[str, ast.expr] = {}
-        self.owner = ""
+        for node in self.nodes:
+            match node:
+                case (
+                    ast.Assign([ast.Name(name)], value)
+                    | ast.NamedExpr(ast.Name(name), value)
+                    | ast.AnnAssign(ast.Name(name), _, ast.expr() as value)
+                ):
+                    if key := self._key(value):
+                        self.keys.setdefault(name, key)
+                    elif _literal_words(value) and not isinstance(value, ast.Constant):
+                        self.constants[name] = value
 
     def comparisons(self) -> Iterator[WordComparison]:
-        functions = [node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        classes = [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
-        owners: dict[ast.AST, str] = {
-            item: each.name.lower() for each in classes if each.name.endswith("Config") for item in each.body
-        }
-        for function in (self.tree, *functions):
-            nodes, self.owner = list(_own_nodes(function)), owners.get(function, "")
-            self.keys, self.constants = {}, {}
-            targets = [node.target for node in nodes if isinstance(node, ast.For | ast.comprehension)]
-            self.loops = {part.id for each in targets for part in ast.walk(each) if isinstance(part, ast.Name)}
-            for node in nodes:
-                if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-                    self._assign(node)
-            for node in nodes:
-                yield from self._comparisons_of(node)
-        for each in classes:
-            for field in each.body:
-                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                    for part in ast.walk(field.annotation):
-                        if isinstance(part, ast.Subscript) and ast.unparse(part.value).endswith("Literal"):
-                            words = tuple(_literal_words(part.slice))
-                            yield WordComparison(each.name.lower(), field.target.id, words, is_closed=False)
-
-    def _assign(self, node: ast.Assign | ast.AnnAssign | ast.NamedExpr) -> None:
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            if isinstance(target, ast.Name) and node.value is not None:
-                if key := self._key(node.value):
-                    self.keys.setdefault(target.id, key)
-                elif _literal_words(node.value) and not isinstance(node.value, ast.Constant):
-                    self.constants[target.id] = node.value
-
-    def _comparisons_of(self, node: ast.AST) -> Iterator[WordComparison]:
-        if isinstance(node, ast.If):
-            yield from self._chain(node)
-        elif isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
-            yield from self._compared(node.test, is_closed=isinstance(node.test.ops[0], ast.In))
-        elif isinstance(node, ast.Compare):
-            yield from self._compared(node, is_closed=False)
-        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
-            yield from self._looked_up(node.slice, node.value, is_closed=True)
+        for node in self.nodes:
+            match node:
+                case ast.If():
+                    yield from self._chain(node)
+                case ast.Assert(ast.Compare() as test):
+                    yield from self._compared(test, is_closed=isinstance(test.ops[0], ast.In))
+                case ast.Compare():
+                    yield from self._compared(node, is_closed=False)
+                case ast.Subscript(container, index, ast.Load()):
+                    yield from self._looked_up(index, container, is_closed=True)
 
     def _chain(self, node: ast.If) -> Iterator[WordComparison]:
         """Yield closed comparisons of ``if … elif … else: raise``, all with one key, or of ``if … not in …: raise``."""
@@ -218,68 +208,39 @@ class _SourceModule:
             yield from comparisons
 
     def _compared(self, node: ast.expr, *, is_closed: bool) -> Iterator[WordComparison]:
-        if not isinstance(node, ast.Compare) or len(node.ops) != 1:
-            return
-        left, right = node.left, node.comparators[0]
-        if isinstance(node.ops[0], ast.Eq | ast.NotEq | ast.In | ast.NotIn):
-            yield from self._looked_up(left, right, is_closed=is_closed)
-        if isinstance(node.ops[0], ast.Eq | ast.NotEq):
-            yield from self._looked_up(right, left, is_closed=is_closed)
+        match node:
+            case ast.Compare(left, [ast.Eq() | ast.NotEq()], [right]):
+                yield from self._looked_up(left, right, is_closed=is_closed)
+                yield from self._looked_up(right, left, is_closed=is_closed)
+            case ast.Compare(left, [ast.In() | ast.NotIn()], [right]):
+                yield from self._looked_up(left, right, is_closed=is_closed)
 
     def _looked_up(self, node: ast.expr, container: ast.expr, *, is_closed: bool) -> Iterator[WordComparison]:
         key = self._key(node)
         words, is_fixed = self._words(container) if key else ((), False)
         if key and words:
-            yield WordComparison(key.section, key.name, words, is_closed and is_fixed)
+            yield WordComparison(*key, words, is_closed and is_fixed)
 
     def _words(self, node: ast.expr) -> tuple[tuple[str, ...], bool]:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "keys":
-            node = node.func.value
-        if isinstance(node, ast.Attribute):
-            node = ast.Name(node.attr)
-        if isinstance(node, ast.Name) and node.id not in self.constants:
-            is_constant = node.id[:1].isupper() and len(node.id) > 1
-            return _constant(self.checkout, self.path, node.id) if is_constant else ((), False)
-        return tuple(_literal_words(self.constants[node.id] if isinstance(node, ast.Name) else node)), True
+        name = ast.unparse(node).removesuffix(".keys()").rpartition(".")[2]
+        if name.isidentifier() and name not in self.constants:
+            is_constant = name[:1].isupper() and len(name) > 1
+            return _constant(self.checkout, self.path, name) if is_constant else ((), False)
+        return tuple(_literal_words(self.constants.get(name, node))), True
 
-    def _key(self, node: ast.expr) -> _Key | None:
-        """Return the key that an expression reads: ``x["key"]``, ``x.get("key")``, ``x.key``, or a variable for one."""
-        if isinstance(node, ast.Name):
-            return self.keys.get(node.id) or (
-                _Key("", node.id) if node.id.islower() and node.id not in self.loops else None
-            )
+    def _key(self, node: ast.expr) -> tuple[str, str] | None:
+        """Return section and name of the key that an expression reads, or that its variable was read from."""
         if isinstance(node, ast.BoolOp):
             return next((key for value in node.values if (key := self._key(value))), None)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr in ("lower", "upper", "strip"):
-                return self._key(node.func.value)
-            is_read = node.func.attr in ("get", "pop") and node.args
-            return self._inside(node.func.value, _text(node.args[0])) if is_read else None
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("str", "getattr") and node.args:
-            is_attribute = len(node.args) > 1
-            return self._inside(node.args[0], _text(node.args[1])) if is_attribute else self._key(node.args[0])
-        if isinstance(node, ast.Subscript):
-            return self._inside(node.value, _text(node.slice))
-        return self._inside(node.value, node.attr) if isinstance(node, ast.Attribute) else None
-
-    def _inside(self, section: ast.expr, name: str | None) -> _Key | None:
-        if name is None:
+        text = re.sub(r"\.(lower|upper|strip)\(\)", "", ast.unparse(node))
+        text = re.sub(r"^getattr\((.+?), ('\w+')(, [^()]*)?\)$", r"\1[\2]", re.sub(r"^str\((.*)\)$", r"\1", text))
+        if text.isidentifier():
+            return self.keys.get(text) or (("", text) if text.islower() and text not in self.loops else None)
+        *_, section, last = [None, None, *_READ.finditer(text)]
+        if last is None or last.end() != len(text):
             return None
-        outer = self._key(section)
-        section_name = outer.name if outer else ""
-        if section_name == "self" and self.owner:
-            return _Key(self.owner, name)
-        return _Key("" if _ANY_SECTION.fullmatch(section_name) else section_name, name)
-
-
-def _text(node: ast.expr) -> str | None:
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
-
-
-def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a function or module, without those of the functions in it."""
-    nodes = list(ast.iter_child_nodes(function))
-    for node in nodes:  # grows while it is read
-        yield node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            nodes += ast.iter_child_nodes(node)
+        before = section[section.lastindex or 0] if section and section.end() == last.start() else ""
+        before = "" if before in self.loops else self.keys.get(before, ("", before))[1]
+        is_owner = before == "self" and self.owner
+        before = "" if _ANY_SECTION.fullmatch(before) else before
+        return self.owner if is_owner else before, last[last.lastindex or 0]
