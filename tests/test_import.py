@@ -18,6 +18,7 @@ PACKAGE = Path(nemo_geomask.__file__).parent
 CHECKOUT = Path(__file__).parents[1]
 # Rooms from the bottom up: a room imports only from itself and from those before it.
 ORDER = [
+    "yaml_text",
     "errors",
     "data_keys",
     "plugin_imports",

@@ -130,7 +130,7 @@ def _contradictions(
         implied_keys = [key for key in conflict.keys if key in implied]
         explicit_keys = [key for key in conflict.keys if key not in implied]
         reason = ", ".join(f"{key}: {as_yaml(implied[key])}" for key in implied_keys)
-        template, fix = conflict.template, conflict.fix
+        template, fix = conflict.template, dict(conflict.fix)
         if fix.keys() & {*variant.forces, *variant.refuses}:  # which a recipe can't change
             template, fix = template.replace("{fix}", "choose another name"), {}
         yield _problem(

@@ -125,6 +125,13 @@ def _remarks(checked: CheckedRecipe) -> Iterator[str]:
     if facts.loss is None and not facts.other_algorithm:
         until = "with --no-import" if facts.not_imported and not facts.problems else "until loss_fn is valid"
         yield f"not checked {until}: its objective, and {', '.join(sorted(facts.unsettled))}"
+    if facts.largest_lag:
+        steps = facts.steps_per_rollout
+        updates = f", that is {facts.largest_lag * steps:g} optimiser steps" if steps and steps > 1 else ""
+        yield (
+            f"asynchronous: samples may be up to {count_with_noun(facts.largest_lag, 'weight update')} older than the "
+            f"policy that they train{updates}"
+        )
     if facts.other_algorithm:
         left_out = sum(rule.needs_loss for rule in RULES)
         yield (

@@ -10,9 +10,12 @@ from nemo_geomask.hosts.nemo_rl.facts import splits_replicated_experts
 from nemo_geomask.tools.check.parallel_layout import MODEL_AXES, layout_keys, layout_of, training_gpus
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
+from nemo_geomask.tools.check.source_words import is_in_source
 
 _COLOCATED = "policy.generation.colocated"
 _VLLM = "policy.generation.vllm_cfg"
+_BATCH, _MICROBATCH = "policy.train_global_batch_size", "policy.train_micro_batch_size"
+_MAX_SIZES = 10**6  # of batches that are tried
 
 
 @rule("GM316", "error", "NeMo-RL `Policy.__init__`", refusals=("must be divisible by PP * CP * TP",))
@@ -21,6 +24,7 @@ def _indivisible_gpus(facts: RecipeFacts) -> Iterator[Hit]:
     sizes = {key: facts.number(key) or 1 for axis, key in layout_keys(facts).items() if axis in MODEL_AXES}
     gpus, product = training_gpus(facts), int(math.prod(sizes.values()))
     if gpus is None or gpus % product == 0:
+        yield from _indivisible_replicas(facts, gpus)
         return
     keys = [key for key, size in sizes.items() if size > 1]
     factors = " x ".join(f"{key.rpartition('.')[2]} ({sizes[key]:g})" for key in keys)
@@ -29,6 +33,18 @@ def _indivisible_gpus(facts: RecipeFacts) -> Iterator[Hit]:
         f"{factors} = {product} does not divide the {gpus} GPUs that train; change one of the sizes, "
         "cluster.gpus_per_node or cluster.num_nodes",
     )
+
+
+def _indivisible_replicas(facts: RecipeFacts, gpus: int | None) -> Iterator[Hit]:
+    key = "policy.dtensor_cfg.dp_replicate_size"
+    replicas, ranks = facts.size(key), (gpus or 0) // (layout_of(facts).ranks_per_replica * layout_of(facts).ep)
+    is_refused = facts.nemo_rl is None or is_in_source(facts.nemo_rl, "dp_replicate_size ({")
+    if facts.uses_dtensor and ranks and ranks % replicas and is_refused:
+        yield Hit(
+            key,
+            f"{replicas} does not divide the {ranks} data-parallel ranks",
+            fix={key: math.gcd(ranks, replicas)},
+        )
 
 
 def _sampling_gpus(facts: RecipeFacts) -> int | None:
@@ -98,31 +114,72 @@ def _expert_groups(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(key, f"{factors} does not divide the {gpus} GPUs that train; set a size that does")
 
 
+def _data_parallel_ranks(facts: RecipeFacts) -> int | None:
+    gpus, replica = training_gpus(facts), layout_of(facts).ranks_per_replica
+    return None if gpus is None or gpus % replica else gpus // replica
+
+
+def _fixed_microbatch(facts: RecipeFacts) -> int:
+    """Return the number of sequences of a microbatch; 1 where packing or dynamic batching varies it."""
+    is_variable = any(facts.is_true(f"policy.{name}.enabled") for name in ("sequence_packing", "dynamic_batching"))
+    return 1 if is_variable else max(1, facts.size(_MICROBATCH))
+
+
+def _fitting_batch(facts: RecipeFacts) -> dict[str, int]:
+    """Return the nearest training batch that ranks and microbatches divide, and that divides the rollout batch.
+
+    Where no batch does, the rollout batch gets more prompts.
+    """
+    rollout, batch, prompts_key = facts.rollout_size or 0, facts.size(_BATCH), f"{facts.algorithm}.num_prompts_per_step"
+    unit = (_data_parallel_ranks(facts) or 1) * _fixed_microbatch(facts)
+    settings: dict[str, int] = {}
+    if rollout % unit:
+        responses = rollout // facts.size(prompts_key)
+        step = unit // math.gcd(unit, responses)
+        settings[prompts_key] = math.ceil(facts.size(prompts_key) / step) * step
+        rollout = settings[prompts_key] * responses
+    if not rollout:
+        return {_BATCH: max(1, round(batch / unit)) * unit}
+    if rollout // unit > _MAX_SIZES:
+        return {}
+    is_whole = facts.uses_single_controller or facts.config.force_on_policy_ratio
+    sizes = [size for size in range(unit, rollout + 1, unit) if rollout % size == 0]
+    size = rollout if is_whole else min(sizes, key=lambda size: abs(math.log(size / batch)))
+    return {_BATCH: size, **settings}
+
+
+@rule("GM306", "error", "NeMo-RL `shard_by_batch_size`")
+def _rollout_of_other_size(facts: RecipeFacts) -> Iterator[Hit]:
+    """Rollout batch that is not a multiple of the training batch."""
+    batch, rollout = facts.number(_BATCH) or 0, facts.rollout_size
+    if rollout and batch > 0 and rollout % batch:
+        yield Hit(
+            _BATCH,
+            f"{batch:g} does not divide the rollout batch of num_prompts_per_step x num_generations_per_prompt: "
+            f"{rollout} responses",
+            fix=_fitting_batch(facts),
+        )
+
+
 @rule("GM332", "error", "NeMo-RL `shard_by_batch_size`, `make_microbatch_iterator`")
 def _indivisible_batch(facts: RecipeFacts) -> Iterator[Hit]:
     """Training batch that ranks or microbatches can't divide."""
-    gpus, batch = training_gpus(facts), facts.number("policy.train_global_batch_size")
-    replica = layout_of(facts).ranks_per_replica
-    if gpus is None or not batch or gpus % replica:
+    ranks, batch = _data_parallel_ranks(facts), facts.number(_BATCH)
+    if ranks is None or not batch:
         return
-    ranks = gpus // replica
+    microbatch = _fixed_microbatch(facts)
     if batch % ranks:
         yield Hit(
-            "policy.train_global_batch_size",
-            f"{batch:g} sequences can't be divided among {ranks} data-parallel ranks; set a multiple of {ranks}",
+            _BATCH,
+            f"{batch:g} sequences can't be divided among {ranks} data-parallel ranks",
+            fix=_fitting_batch(facts),
         )
-        return
-    microbatch_key = "policy.train_micro_batch_size"
-    microbatch = facts.number(microbatch_key)
-    has_variable_microbatches = any(
-        facts.is_true(f"policy.{name}.enabled") for name in ("sequence_packing", "dynamic_batching")
-    )
-    if microbatch and not has_variable_microbatches and (batch / ranks) % microbatch:
+    elif (batch / ranks) % microbatch:
         yield Hit(
-            microbatch_key,
+            _MICROBATCH,
             f"{microbatch:g} does not divide the {batch / ranks:g} sequences of a data-parallel rank (train_global_"
             f"batch_size {batch:g} over {ranks} ranks)",
-            fix={microbatch_key: math.gcd(int(batch) // ranks, int(microbatch))},
+            fix={_MICROBATCH: math.gcd(int(batch) // ranks, microbatch)},
         )
 
 

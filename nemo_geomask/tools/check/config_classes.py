@@ -51,7 +51,7 @@ GENERATION_CLASSES = {
 }
 """Module and class of ``policy.generation`` by backend; NeMo-RL's ``PolicyConfig`` names only their base class."""
 
-_CLASS = re.compile(r"^class (\w+)\(([^:]*?)\):[^\n]*\n((?:[ \t]+[^\n]*\n|[ \t]*\n|#[^\n]*\n)*)", re.MULTILINE)
+_CLASS = re.compile(r"^class (\w+)(?:\(([^:]*?)\))?:[^\n]*\n((?:[ \t]+[^\n]*\n|[ \t]*\n|#[^\n]*\n)*)", re.MULTILINE)
 _IMPORT = re.compile(r"^from (nemo_rl[\w.]*) import (?:\(([^)]*)\)|([^(\n]*))", re.MULTILINE)
 _SCALARS = {
     **{name: Scalar(name) for name in ("int", "float", "str", "bool")},
@@ -89,6 +89,26 @@ def generation_section(checkout: Path, backend: str) -> Section | None:
 
 
 @functools.cache
+def dataset_arguments(checkout: Path) -> Mapping[str, Mapping[str, Any] | None]:
+    """Return the arguments of each dataset's class with their defaults, ``...`` if required; None if unknown."""
+    source, name = _source_of(checkout), "nemo_rl.data.datasets.response_datasets"
+    module = source.module(name)
+    entries = re.findall(r"""^ +["']([\w.-]+)["']: (?:partial\()?(\w+)""", module.text if module else "", re.MULTILINE)
+    return {dataset: source.arguments(name, class_name) for dataset, class_name in entries}
+
+
+@functools.cache
+def environment_text(checkout: Path, name: str) -> str:
+    """Return the source of the class of a registered environment; empty if there is none."""
+    source = _source_of(checkout)
+    registry = source.module("nemo_rl.environments.utils")
+    entry = re.compile(rf"""["']{re.escape(name)}["']: {{\s*["']actor_class_fqn["']: ["']([\w.]+)\.(\w+)""")
+    match = entry.search(registry.text) if registry else None
+    module = source.module(match[1]) if match else None
+    return module.classes.get(match[2], ("", ""))[1] if module and match else ""
+
+
+@functools.cache
 def _source_of(checkout: Path) -> _Source:
     return _Source(checkout)
 
@@ -116,7 +136,33 @@ class _Source:
         value_type = self._named_type(module, name)
         return value_type if isinstance(value_type, Section) else None
 
-    def _module(self, name: str) -> _Module | None:
+    def arguments(self, module_name: str, name: str) -> dict[str, Any] | None:
+        """Return the arguments of a class and of its base classes with constant defaults; None if unknown."""
+        module = self.module(module_name)
+        if module and name in module.imports:
+            return self.arguments(*module.imports[name].split(":"))
+        if module is None or name not in module.classes:
+            return None
+        bases, body = module.classes[name]
+        arguments: dict[str, Any] = {}
+        for base in filter(None, re.split(r"[,\s]+", bases)):
+            inherited = self.arguments(module_name, base)
+            if inherited is None:
+                return None
+            arguments.update(inherited)
+        with contextlib.suppress(SyntaxError, RecursionError):
+            for method in parse_python(f"class _:\n{body}").body[0].body:
+                if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                    # What a base class requires, this method may pass.
+                    arguments = {key: None if value is ... else value for key, value in arguments.items()}
+                    names = [each.arg for each in method.args.args[1:]]
+                    arguments.update(dict.fromkeys(names, ...))
+                    defaults = [*map(_constant, method.args.defaults)]
+                    arguments.update(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+            return arguments
+        return None
+
+    def module(self, name: str) -> _Module | None:
         if name not in self.modules:
             self.modules[name] = self._read_module(name)
         return self.modules[name]
@@ -132,7 +178,7 @@ class _Source:
         for origin, in_parentheses, on_line in _IMPORT.findall(text):
             for imported in re.sub(r"#[^\n]*", "", in_parentheses or on_line).split(","):
                 imports[imported.split(" as ")[-1].strip()] = f"{origin}:{imported.split(' as ')[0].strip()}"
-        classes = {match[1]: (match[2], match[3]) for match in _CLASS.finditer(text)}
+        classes = {match[1]: (match[2] or "", match[3]) for match in _CLASS.finditer(text)}
         return _Module(name, text, classes, imports)
 
     def _named_type(self, module_name: str, name: str) -> ValueType:
@@ -140,7 +186,7 @@ class _Source:
         key = (module_name, name)
         if key not in self.types:
             self.types[key] = ANYTHING  # for a class that contains itself
-            module = self._module(module_name)
+            module = self.module(module_name)
             if module is not None:
                 # What Python can't parse, or nests too deeply for it, has no type that could be checked.
                 with contextlib.suppress(SyntaxError, RecursionError):

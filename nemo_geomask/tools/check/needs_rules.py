@@ -87,7 +87,7 @@ def _hits(need: Mapping[str, Any], facts: RecipeFacts) -> Iterator[Hit]:
     for key, required in missed.items():
         value = as_yaml(_value(key, facts))
         own_fix = {key: fix[key]} if key in fix else {}
-        if key in settings or "set" in required:
+        if key in settings or ("set" in required and _value(key, facts) is None):
             yield Hit(key, f"{value}, but {why}", fix=own_fix)
         else:
             outside, nearest = _outside(key, required, facts)

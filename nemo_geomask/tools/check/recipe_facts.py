@@ -201,6 +201,15 @@ class RecipeFacts:
         return self.is_true(f"{self.algorithm}.async_{self.algorithm}.enabled")
 
     @property
+    def largest_lag(self) -> int | None:
+        """Largest number of weight updates by which a sample may be older than the policy; None if it is not set."""
+        sampler = "async_rl.sampler"
+        keys = [f"{sampler}.max_staleness_versions", f"{sampler}.max_lookahead_versions"]
+        keys += [f"{self.algorithm}.async_{self.algorithm}.max_trajectory_age_steps"] if self.is_async else []
+        ages = [int(age) for key in keys if (age := self.number(key)) is not None]
+        return max(ages, default=None)
+
+    @property
     def uses_single_controller(self) -> bool:
         """True if NeMo-RL's single controller trains; only it reads ``async_rl``."""
         return self.get("async_rl") is not None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 from nemo_geomask.hosts.nemo_rl.facts import calls_dynamic_sampling_in_ppo, single_controller_lacks
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
+from nemo_geomask.tools.check.source_words import is_in_source, source_texts
+from nemo_geomask.tools.check.word_rules import nearest_word
 from nemo_geomask.yaml_text import as_yaml
 
 _METRIC = "checkpointing.metric_name"
@@ -81,6 +84,33 @@ def _unranked_checkpoints(facts: RecipeFacts) -> Iterator[Hit]:
             f"{saving:g} is not a multiple of {period_key}: {period:g}: a checkpoint between two validations has no "
             f"{metric}, ranks last and is deleted first",
             fix={"checkpointing.save_period": math.ceil(saving / period) * int(period)},
+        )
+
+
+@rule("GM351", "error", "NeMo-RL `grpo_train`, `validate`", refusals=("not found in {prefix} metrics",))
+def _unreported_metric(facts: RecipeFacts) -> Iterator[Hit]:
+    """Metric of checkpoints that the run does not report."""
+    metric, checkout = facts.get(_METRIC), facts.nemo_rl
+    if checkout is None or not isinstance(metric, str) or not facts.is_true("checkpointing.enabled"):
+        return
+    prefix, _, name = metric.partition(":")
+    source = source_texts(checkout).get(checkout / "nemo_rl" / "algorithms" / f"{facts.algorithm}.py", "")
+    literals = re.findall(r"\bval_metrics[^\n=]*= \{(.*?)\n +\}", source, re.DOTALL)
+    reported = re.findall(r"""["']([\w/]+)["']:""", "".join(literals)) + re.findall(r"val_metrics\[.(\w+).\] =", source)
+    if prefix == "val" and (not facts.validates or not reported or name in reported):
+        return
+    if prefix == "train":
+        # Metrics of the loss and of the rollouts are reported from other modules; some names are put together.
+        reported = re.findall(r"""^ +(?:metrics\[)?["'](\w+)["'](?:: |\] = )""", source, re.MULTILINE)
+        if "/" in name or is_in_source(checkout, f'"{name}"'):
+            return
+    guess = next(iter(nearest_word(name, reported)), "accuracy" if prefix == "val" else "reward")
+    if prefix in ("train", "val"):
+        yield Hit(
+            _METRIC,
+            f"{metric}: {'validation' if prefix == 'val' else 'training'} reports no {name}, and NeMo-RL stops at the "
+            "first checkpoint",
+            fix={_METRIC: f"{prefix}:{guess}"},
         )
 
 

@@ -86,21 +86,22 @@ def _misspelt_word(facts: RecipeFacts) -> Iterator[Hit]:
             candidates = words_in_recipes(facts.nemo_rl).get(key.rpartition(".")[2], ())
             if value.partition(".")[0] in ("nemo_rl", "examples") and not nearest_word(value, candidates):
                 yield Hit(key, f"{value}: NeMo-RL has no such name; give the path of one that can be imported")
-        nearest = nearest_word(value, candidates)
-        nearest = nearest or [word for word in sorted(candidates) if word.startswith(value) and len(value) > 2][:1]
-        if nearest:
+        if nearest := nearest_word(value, candidates):
             yield Hit(key, f"{value}: neither NeMo-RL's source nor its recipes have this word", fix={key: nearest[0]})
 
 
 def nearest_word(value: str, words: Collection[str]) -> list[str]:
-    """Return the word of which a value may be a misspelling, in whatever case; an empty list if there is none."""
-    errors = {word: _edit_distance(value.lower(), word.lower()) for word in sorted(words)}
+    """Return the word of which a value may be a misspelling, in whatever case, or else an abbreviation; [] if none."""
+    distances = {word: _edit_distances(value.lower(), word.lower()) for word in sorted(words)}
+    errors = {word: each[-1] for word, each in distances.items()}
     nearest = min(errors, key=errors.__getitem__, default="")
-    return [nearest] if nearest and errors[nearest] <= max(1, len(value) // _LETTERS_PER_ERROR) else []
+    if nearest and errors[nearest] <= max(1, len(value) // _LETTERS_PER_ERROR):
+        return [nearest]
+    return [word for word, each in distances.items() if len(value) > 2 and min(each) <= len(value) // 5][:1]
 
 
-def _edit_distance(first: str, second: str) -> int:
-    """Return the number of letters to insert, delete, replace or swap with the next that make one text the other."""
+def _edit_distances(first: str, second: str) -> list[int]:
+    """Return the letters to insert, delete, replace or swap that make a text the beginnings of another, by length."""
     rows = [list(range(len(second) + 1))]
     for i, letter in enumerate(first, 1):
         row = [i]
@@ -109,7 +110,7 @@ def _edit_distance(first: str, second: str) -> int:
             if i > 1 and j > 1 and first[i - 2 : i] == second[j - 1] + second[j - 2]:
                 row[-1] = min(row[-1], rows[-2][j - 2] + 1)
         rows.append(row)
-    return rows[-1][-1]
+    return rows[-1]
 
 
 def _lacks_name(path: str, checkout: Path) -> bool:

@@ -88,6 +88,8 @@ GSPO = {"loss_fn.name": "gspo", "loss_fn.token_level_loss": False}
 OLDER = {key: key in ("policy.router_replay.enabled", "policy.quant_cfg") for key in SETTING_READERS}
 NEWEST = dict.fromkeys(SETTING_READERS, True)
 
+MATHS = {"dataset_name": "OpenMathInstruct-2"}
+FILES = {"dataset_name": "ResponseDataset", "data_path": "a.jsonl"}
 PADDING = "policy.make_sequence_length_divisible_by"
 CP = "policy.megatron_cfg.context_parallel_size"
 PP = "policy.megatron_cfg.pipeline_model_parallel_size"
@@ -216,7 +218,6 @@ _YARN = ("original_max_position_embeddings", "mscale", "mscale_all_dim")
 MEGATRON_YARN = {**MEGATRON, **{f"policy.hf_config_overrides.rope_scaling.{name}": 1 for name in _YARN}}
 SAVE_FORMAT = "checkpointing.model_save_format"
 PER_LOADER = "data.num_prompts_per_dataloader"
-SPLIT = "data.train.split_validation_size"
 CASES = {
     "GM001": [({"loss_fn.ratio_clip_mim": 0.1}, {CLIP_MIN: 0.1})],
     "GM002": [
@@ -661,8 +662,6 @@ CASES = {
                 ({"data.use_multiple_dataloader": True}, {PER_LOADER: 8}),
                 ({STOP: "accuracy"}, {THRESHOLD_OF_STOP: 0.9}),
                 ({STOP: "pass_k", THRESHOLD_OF_STOP: 0.9}, {"grpo.val_num_generations_per_prompt": 4}),
-                ({**VALIDATED, "data.validation": None, SPLIT: 0}, {SPLIT: 0.05}),
-                ({**VALIDATED, "data.validation": None, SPLIT: 0}, {"data.validation": {"data_path": "x"}}),
                 (
                     {"ppo.x": 1, "value.dtensor_cfg.enabled": True, "value.sequence_packing.enabled": True},
                     {"ppo": None},
@@ -713,6 +712,36 @@ CASES = {
     ],
     "GM305": [({FORCED: True}, {FORCED: True, BATCH: 512})],
     "GM306": [({BATCH: 100}, {BATCH: 256})],
+    "GM228": [
+        ({"data.train": {**MATHS, "data_path": "a.jsonl"}, "reads": NEWEST}, {"data.train": FILES, "reads": NEWEST}),
+        (
+            {"data.train": {"dataset_name": "GSM8K", "split_validation_size": 0.1}, "reads": NEWEST},
+            {"data.train": [{**MATHS, "split_validation_size": 0.1, "prompt_file": "a"}], "reads": NEWEST},
+        ),
+    ],
+    "GM348": [
+        ({"data.train": {"dataset_name": "ResponseDataset"}, "reads": NEWEST}, {"data.train": FILES, "reads": NEWEST})
+    ],
+    "GM349": [
+        ({**VALIDATED, "data.train": train, "reads": NEWEST}, {**VALIDATED, "data.train": held_out, "reads": NEWEST})
+        for train, held_out in (
+            ({**MATHS, "split_validation_size": 0}, MATHS),
+            ([{"dataset_name": "GSM8K"}], [{"dataset_name": "GSM8K"}, MATHS]),
+            (FILES, {"dataset_name": "some.other.Dataset"}),
+            (FILES, {**FILES, "split_validation_size": 0.1}),
+        )
+    ],
+    "GM350": [
+        (
+            {ESTIMATOR: "gdpo", "data.train": {"env_name": "math"}, "reads": NEWEST},
+            {ESTIMATOR: "gdpo", "data.train": {"env_name": name}, "reads": NEWEST},
+        )
+        for name in ("math_multi_reward", "my_own")
+    ],
+    "GM351": [
+        ({**SAVED, **VALIDATED, METRIC: wrong, "reads": NEWEST}, {**SAVED, **VALIDATED, METRIC: right, "reads": NEWEST})
+        for wrong, right in (("val:acuracy", "val:pass_k"), ("train:rewards", "train:reward"), ("val:x", "train:a/b"))
+    ],
     "GM307": [
         ({TP: 4, SCORING: 8}, {TP: 4}),
         ({TP: 4, SCORING: 8}, {TP: 2, SCORING: 8}),
@@ -999,7 +1028,10 @@ CASES = {
     ],
     "GM338": [
         ({**SAVED, METRIC: "val_reward"}, {**SAVED, METRIC: "val:accuracy"}),
-        ({**SAVED, **VALIDATED, METRIC: "val:reward"}, {**SAVED, **VALIDATED, METRIC: "train:reward"}),
+        (
+            {**SAVED, **VALIDATED, METRIC: "val:pass_k"},
+            {**SAVED, **VALIDATED, METRIC: "val:pass_k", "grpo.val_num_generations_per_prompt": 2},
+        ),
         ({**SAVED, METRIC: "val_reward"}, {METRIC: "val_reward"}),
     ],
     "GM339": [

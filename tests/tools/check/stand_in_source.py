@@ -7,7 +7,7 @@ from pathlib import Path
 from nemo_geomask.tools.check import RULES
 
 WORDS = """
-DATASETS = {"OpenMathInstruct-2": 1, "GSM8K": 2, "AIME2024": 3}
+DATASETS = {"OpenMathInstruct-2": 1, "GSM8K": 2, "AIME2024": 3, "ResponseDataset": 4}
 PROCESSORS: dict = cast(dict, {"math_data_processor": 1})
 
 
@@ -50,6 +50,67 @@ def start(config, generation_config, adv_estimator_config, dataset_name):
     if config.get("math_verify_impl") not in ("hf_math_verify", "dapo_math_verify"):
         raise ValueError(processor)
 """
+MODULES = {
+    "data/datasets/raw_dataset.py": "class RawDataset:\n    dataset: Dataset\n",
+    "data/datasets/response_datasets/__init__.py": """
+from nemo_rl.data.datasets.raw_dataset import RawDataset
+
+
+class Math(RawDataset):
+    def __init__(self, split: str = "train", split_validation_size: float = 0.05, **kwargs):
+        pass
+
+
+class Grades(RawDataset):
+    def __init__(self, **kwargs):
+        pass
+
+
+class Files(Math):
+    def __init__(self, data_path: str, split_validation_size: float = 0, **kwargs):
+        pass
+
+
+DATASET_REGISTRY = {
+    "OpenMathInstruct-2": Math,
+    "GSM8K": partial(Grades, variant="main"),
+    "ResponseDataset": Files,
+}
+""",
+    "environments/utils.py": """
+ENV_REGISTRY = {
+    "math": {
+        "actor_class_fqn": "nemo_rl.environments.math_environment.One",
+    },
+    "math_multi_reward": {
+        "actor_class_fqn": "nemo_rl.environments.math_environment.Several",
+    },
+}
+""",
+    "environments/math_environment.py": """
+class One(Environment):
+    key = "reward"
+
+
+class Several(Environment):
+    key = "reward/correctness"
+""",
+    "algorithms/grpo.py": """
+def validate():
+    if True:
+        val_metrics = {
+            "accuracy": accuracy,
+            **metrics,
+        }
+        val_metrics["pass_k"] = pass_k
+
+
+def grpo_train():
+    metrics = {
+        "reward": rewards,
+    }
+""",
+}
 USED_WORDS = """
 policy:
   megatron_cfg: {moe_router_dtype: fp64}
@@ -67,6 +128,11 @@ def write_source(root: Path) -> None:
     refusals = "".join(f"# {text}\n" for rule in RULES for text in rule.refusals)
     (root / "nemo_rl").mkdir(parents=True, exist_ok=True)
     (root / "nemo_rl" / "refusals.py").write_text(f"{refusals}\n{WORDS}", encoding="utf-8")
+    for name, text in MODULES.items():
+        path = root / "nemo_rl" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
     used = root / "examples" / "used"
     used.mkdir(parents=True)
     (used / "words.yaml").write_text(USED_WORDS, encoding="utf-8")

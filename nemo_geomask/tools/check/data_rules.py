@@ -1,0 +1,102 @@
+"""Datasets whose class ignores or lacks a key, data to validate on, and rewards that an environment does not give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_geomask.tools.check.config_classes import dataset_arguments, environment_text
+from nemo_geomask.tools.check.recipe_facts import RecipeFacts
+from nemo_geomask.tools.check.rule import Hit, rule
+from nemo_geomask.tools.check.setting_author import user_keys
+from nemo_geomask.tools.check.source_words import is_in_source
+from nemo_geomask.yaml_text import as_yaml
+
+_REGISTRY = "NeMo-RL `DATASET_REGISTRY` (data/datasets/response_datasets), `load_response_dataset`"
+_SIZE = "split_validation_size"
+
+
+def _entries(facts: RecipeFacts, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the place of each dataset of a split, and its settings with those of ``data.default``."""
+    value, default = facts.get(f"data.{split}"), facts.get("data.default", {})
+    for index, entry in enumerate(value if isinstance(value, list) else [value]):
+        if isinstance(entry, Mapping) and isinstance(default, Mapping):
+            yield f"data.{split}[{index}]" if isinstance(value, list) else f"data.{split}", {**default, **entry}
+
+
+def _arguments(entry: Mapping[str, Any], facts: RecipeFacts) -> Mapping[str, Any] | None:
+    """Return the arguments of the class of a dataset; None if they can't be told."""
+    return dataset_arguments(facts.nemo_rl).get(str(entry.get("dataset_name"))) if facts.nemo_rl else None
+
+
+@rule("GM228", "warning", _REGISTRY, needs=("nemo_rl",), applies_to_lab=False)
+def _ignored_key_of_dataset(facts: RecipeFacts) -> Iterator[Hit]:
+    """Key of a dataset that its class ignores."""
+    assert facts.nemo_rl is not None
+    written = {key for key, _ in user_keys(facts)}
+    classes = [arguments for arguments in dataset_arguments(facts.nemo_rl).values() if arguments is not None]
+    for place, entry in (*_entries(facts, "train"), *_entries(facts, "validation")):
+        arguments = _arguments(entry, facts)
+        for name, value in entry.items():
+            is_ignored = arguments is not None and name not in arguments and any(name in others for others in classes)
+            if not is_ignored or not value or f"{place}.{name}" not in written:
+                continue
+            # What NeMo-RL reads of every dataset is an argument of some classes as well.
+            if not is_in_source(facts.nemo_rl, f'config.get("{name}"'):
+                yield Hit(
+                    f"{place}.{name}",
+                    f"{as_yaml(value)}: the dataset {entry['dataset_name']} ignores it; remove it, or name another "
+                    f"dataset, such as ResponseDataset, which reads files and data sets of Hugging Face",
+                    fix={f"{place}.{name}": 0} if name == _SIZE else {},
+                )
+
+
+@rule("GM348", "error", _REGISTRY, needs=("nemo_rl",), applies_to_lab=False)
+def _dataset_without_required_key(facts: RecipeFacts) -> Iterator[Hit]:
+    """Dataset without a key that its class requires."""
+    for place, entry in (*_entries(facts, "train"), *_entries(facts, "validation")):
+        for name, default in (_arguments(entry, facts) or {}).items():
+            if default is ... and name not in entry:
+                yield Hit(f"{place}.{name}", f"the dataset {entry['dataset_name']} needs it, but it is not set")
+
+
+@rule("GM349", "error", "NeMo-RL `grpo.setup`, `setup_response_data`", refusals=("Validation dataset is required",))
+def _validation_without_data(facts: RecipeFacts) -> Iterator[Hit]:
+    """Validation without data to validate on."""
+    section, entries = facts.algorithm, [*_entries(facts, "train")]
+    if not facts.validates or facts.uses_single_controller or facts.get("data.validation") or not entries:
+        return
+    can_hold_out = False
+    for _, entry in entries:
+        arguments = _arguments(entry, facts)
+        reads_size = arguments is None or _SIZE in arguments
+        if reads_size and entry.get(_SIZE, (arguments or {}).get(_SIZE)) != 0:
+            return
+        can_hold_out = can_hold_out or reads_size
+    switches = {f"{section}.val_period": 0, f"{section}.val_at_start": False, f"{section}.val_at_end": False}
+    off = {key: value for key, value in switches.items() if facts.get(key)}
+    place, entry = entries[0]
+    yield Hit(
+        next(iter(off)),
+        f"there are no data to validate on: data.validation is not set, and nothing of {entry.get('dataset_name')} is "
+        "held out; set data.validation, or {fix}",
+        fix={f"{place}.{_SIZE}": 0.05} if can_hold_out else off,
+    )
+
+
+@rule("GM350", "error", "NeMo-RL `GDPOAdvantageEstimator`", refusals=("(reward/name1, reward/name2",))
+def _one_reward_for_gdpo(facts: RecipeFacts) -> Iterator[Hit]:
+    """GDPO with an environment that gives one reward."""
+    key = "grpo.adv_estimator.name"
+    if facts.get(key) != "gdpo" or facts.is_true("env.should_use_nemo_gym") or facts.nemo_rl is None:
+        return
+    for _, entry in _entries(facts, "train"):
+        text = environment_text(facts.nemo_rl, str(entry.get("env_name")))
+        if text and '"reward/' not in text:
+            yield Hit(
+                key,
+                f"gdpo normalises several rewards of a response one by one, but the environment {entry['env_name']} "
+                "gives one, and NeMo-RL stops at the first batch; {fix}, or an environment such as math_multi_reward",
+                fix={key: "grpo"},
+            )
+            return
