@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig, MaskRule
 from nemo_geomask.data_keys import PREV_LOGPROBS, TOKEN_MASK, TOKEN_WEIGHT_VERSIONS, TRAINING_WEIGHT_VERSION
-from nemo_geomask.errors import MissingDataError
+from nemo_geomask.errors import MissingDataError, ShapeError
 from nemo_geomask.losses.batch import TokenBatch, read, report_invalid
 from nemo_geomask.losses.correction import MismatchStatistics, request_mismatch
 from nemo_geomask.losses.raw_batch import checked_tensor, requested_tensors, take_padded
@@ -48,13 +48,18 @@ def pool_batch(
         data: NeMo-RL's training batch [B, T], see :func:`nemo_geomask.losses.raw_batch.take_padded`.
         curr: [B, T-1], log-probs of the current policy; None: ``prev_logprobs``, its values before the first step.
 
-    Raises: MissingDataError: ``prev_logprobs`` are missing.
+    Raises: MissingDataError: ``prev_logprobs`` are missing. ShapeError: they are packed.
     """
     if curr is None:
         if PREV_LOGPROBS not in data:
             raise MissingDataError(
                 "batch_veto, denominator: kept and masks with a budget read data['prev_logprobs'] before the step, but "
                 "the batch has none"
+            )
+        if data[PREV_LOGPROBS].dim() != 2:
+            raise ShapeError(
+                f"the pass over a whole batch reads padded rows, data['{PREV_LOGPROBS}'] of [B, T], but it is "
+                f"{list(data[PREV_LOGPROBS].shape)}; pad packed sequences for it"
             )
         curr = data[PREV_LOGPROBS][:, 1:]
     requested = [name for name in requested_tensors(config) if name in _REQUESTED]

@@ -60,7 +60,7 @@ def test_an_option_before_the_command_imports_no_tool_and_no_package(option):
         except SystemExit as error:
             assert error.code == 0
         own = ("nemo_geomask.cli", "nemo_geomask.errors", "nemo_geomask.optional",
-               "nemo_geomask.plugin_imports", "nemo_geomask.tools.shared")
+               "nemo_geomask.plugin_imports", "nemo_geomask.tools.shared", "nemo_geomask.yaml_text")
         ours = {{name for name in sys.modules if name.startswith("nemo_geomask.")}} - {{"nemo_geomask.tools"}}
         print(*sorted(name for name in ours if not name.startswith(own)), file=sys.stderr)
         print(*{{"torch", "pydantic", "omegaconf", "yaml"}} & set(sys.modules), file=sys.stderr)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_geomask import build_loss
-from nemo_geomask.errors import BatchVetoError, ConfigError, DataError
+from nemo_geomask.errors import BatchVetoError, ConfigError, DataError, ShapeError
 from nemo_geomask.losses import PrestepPass
 from nemo_geomask.losses.policy_loss import PREPARED_KEY
 from nemo_geomask.losses.prestep import untrained_metrics
@@ -346,3 +346,10 @@ def test_generation_log_probs_that_no_engine_computed_are_refused(change, messag
     data["generation_logprobs"] = torch.zeros_like(data["prev_logprobs"])
     data["prev_logprobs"] = torch.full_like(data["prev_logprobs"], -1e-4)
     assert before_step(data).train
+
+
+def test_a_packed_batch_is_refused():
+    data = {"prev_logprobs": torch.zeros(5), "generation_logprobs": torch.zeros(5), "token_mask": torch.ones(5)}
+    before_step = PrestepPass(settings(name="clipped_pg", denominator="kept", masks=[ICEPOP]))
+    with pytest.raises(ShapeError, match=r"padded rows, data\['prev_logprobs'\] of \[B, T\], but it is \[5\]"):
+        before_step({**data, "sample_mask": torch.ones(2)})
