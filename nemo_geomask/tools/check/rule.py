@@ -39,18 +39,33 @@ RuleFunction = Callable[[RecipeFacts], Iterator[Hit]]
 
 @dataclass(frozen=True)
 class Rule:
-    """Check of a recipe, with the text that documents it; :func:`rule` describes the attributes."""
+    """Check of a recipe, with the text that documents it.
+
+    Attributes:
+        id: GM and three digits, of which the first is 0 for the recipe itself, 1 for causes of mismatch, 2 for settings
+            without effect, 3 for what NeMo-RL refuses when it starts, 4 for lengths and batch sizes.
+        severity: ``error`` if training would be wrong or not start, ``warning`` if the setting is probably a mistake,
+            ``note`` if it is worth knowing; a note never changes the exit status.
+        title: noun phrase for what the rule finds.
+        source: document or code that shows the problem.
+        needs: attributes of :class:`RecipeFacts` without which the rule can't be checked.
+        refusals: words of NeMo-RL's source without which the problem does not exist, such as those of its refusal;
+            where the checkout has none of them, the rule says nothing.
+        needs_loss: False if the rule also applies to a recipe that trains no policy loss, such as one of DPO.
+        applies_to_lab: False if the rule is about sections or defaults that a recipe of ``nemo-geomask lab`` lacks.
+        may_be_ignored: False if neither ``--ignore`` nor a comment silences the rule.
+    """
 
     id: str
     severity: Severity
     title: str
     source: str
     check: RuleFunction
-    needs: tuple[str, ...]
-    refusals: tuple[str, ...]
-    needs_loss: bool
-    applies_to_lab: bool
-    may_be_ignored: bool
+    needs: tuple[str, ...] = ()
+    refusals: tuple[str, ...] = ()
+    needs_loss: bool = True
+    applies_to_lab: bool = True
+    may_be_ignored: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,41 +83,16 @@ class Finding:
 _rules: dict[str, Rule] = {}
 
 
-def rule(
-    rule_id: str,
-    severity: Severity,
-    source: str,
-    *,
-    needs: tuple[str, ...] = (),
-    refusals: tuple[str, ...] = (),
-    needs_loss: bool = True,
-    applies_to_lab: bool = True,
-    may_be_ignored: bool = True,
-) -> Callable[[RuleFunction], RuleFunction]:
+def rule(rule_id: str, severity: Severity, source: str, **options: Any) -> Callable[[RuleFunction], RuleFunction]:
     """Make a rule of a function that yields a :class:`Hit` for each setting concerned.
 
-    The title, a noun phrase for what the rule finds, is the first line of the function's docstring.
-
-    Args:
-        rule_id: GM and three digits, of which the first is 0 for the recipe itself, 1 for causes of mismatch, 2 for
-            settings without effect, 3 for what NeMo-RL refuses when it starts, 4 for lengths and batch sizes.
-        severity: ``error`` if training would be wrong or not start, ``warning`` if the setting is probably a mistake,
-            ``note`` if it is worth knowing; a note never changes the exit status.
-        source: document or code that shows the problem.
-        needs: attributes of :class:`RecipeFacts` without which the rule can't be checked.
-        refusals: words of NeMo-RL's source without which the problem does not exist, such as those of its refusal;
-            where the checkout has none of them, the rule says nothing.
-        needs_loss: False if the rule also applies to a recipe that trains no policy loss, such as one of DPO.
-        applies_to_lab: False if the rule is about sections or defaults that a recipe of ``nemo-geomask lab`` lacks.
-        may_be_ignored: False if neither ``--ignore`` nor a comment silences the rule.
+    The title is the first line of the function's docstring; ``options`` are further attributes of :class:`Rule`.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
         assert rule_id not in _rules, f"{rule_id} is the id of another rule"
         title = (function.__doc__ or rule_id).partition("\n")[0].rstrip(".")
-        _rules[rule_id] = Rule(
-            rule_id, severity, title, source, function, needs, refusals, needs_loss, applies_to_lab, may_be_ignored
-        )
+        _rules[rule_id] = Rule(rule_id, severity, title, source, function, **options)
         return function
 
     return register
