@@ -47,7 +47,7 @@ RATIO = (
         ("token_level_loss", "sequence_level_importance_ratios"),
         lambda s: s.sequence_level_importance_ratios and s.token_level_loss and s.loss_normalization is None,
         "sequence_level_importance_ratios: true needs a sequence-level loss, but token_level_loss is true; {fix}, or "
-        "state loss_normalization: tokens to weight sequences by their length",
+        "give loss_fn a name and loss_normalization: tokens to weight sequences by their length",
         {"token_level_loss": False},
         depends_on=("loss_normalization",),
     ),

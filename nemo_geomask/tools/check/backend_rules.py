@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
@@ -68,28 +68,3 @@ def _tokenizer_of_another_model(facts: RecipeFacts) -> Iterator[Hit]:
             "to a model with another",
             fix={key: "${policy.model_name}"},
         )
-
-
-@rule(
-    "GM344",
-    "error",
-    "NeMo-RL `setup_response_data` (data/utils.py)",
-    applies_to_lab=False,
-    refusals=("def setup_response_data",),
-)
-def _unknown_environment(facts: RecipeFacts) -> Iterator[Hit]:
-    """Data of an environment that the recipe does not have."""
-    environments = facts.get("env")
-    if not isinstance(environments, Mapping) or facts.is_true("env.should_use_nemo_gym"):
-        return
-    for split in ("default", "train", "validation"):
-        entries = facts.get(f"data.{split}")
-        for index, entry in enumerate(entries if isinstance(entries, list) else [entries]):
-            name = entry.get("env_name") if isinstance(entry, Mapping) else None
-            if isinstance(name, str) and name not in environments:
-                place = f"data.{split}[{index}]" if isinstance(entries, list) else f"data.{split}"
-                yield Hit(
-                    f"{place}.env_name",
-                    f"{name}: the section env has no such environment, but only {', '.join(map(str, environments))}; "
-                    f"add env.{name}, or name one of these",
-                )

@@ -27,20 +27,17 @@ def _bound_instead_of_distance(facts: RecipeFacts) -> Iterator[Hit]:
     low, high = config.ratio_clip_min, config.ratio_clip_max
     # Both bounds are distances from 1. 1.2 for ratio_clip_max, or 0.8 for ratio_clip_min, is the bound itself.
     # A ratio_clip_min of exactly 1 is not reported, since it is a common way to have no lower bound.
-    if 1 <= high <= 2:
-        yield Hit(
-            "loss_fn.ratio_clip_max",
-            f"{high:g} is a distance from 1, so the ratio is clipped above {1 + high:g}; if the bound itself is meant, "
-            "{fix}",
-            fix={"loss_fn.ratio_clip_max": round(high - 1, 6)},
-        )
-    if 0.6 <= low < 1:
-        yield Hit(
-            "loss_fn.ratio_clip_min",
-            f"{low:g} is a distance from 1, so the ratio is clipped below {1 - low:.6g}; if the bound itself is meant, "
-            "{fix}",
-            fix={"loss_fn.ratio_clip_min": round(1 - low, 6)},
-        )
+    for key, value, side, bound, is_bound in (
+        ("ratio_clip_max", high, "above", 1 + high, 1 <= high <= 2),
+        ("ratio_clip_min", low, "below", 1 - low, 0.6 <= low < 1),
+    ):
+        if is_bound:
+            yield Hit(
+                f"loss_fn.{key}",
+                f"{value:g} is a distance from 1, so the ratio is clipped {side} {bound:.6g}; if the bound itself is "
+                "meant, {fix}",
+                fix={f"loss_fn.{key}": round(abs(1 - value), 6)},
+            )
 
 
 @rule("GM211", "warning", "GSPO, arXiv:2507.18071 section 5.1, whose bounds are for a sequence's mean")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from nemo_geomask.config.conflicts import whole_batch_problems
 from nemo_geomask.hosts.nemo_rl.facts import splits_replicated_experts
-from nemo_geomask.tools.check.parallel_layout import MODEL_AXES, layout_keys, layout_of, training_gpus
+from nemo_geomask.tools.check.parallel_layout import MODEL_AXES, largest_divisor, layout_keys, layout_of, training_gpus
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
 from nemo_geomask.tools.check.source_words import is_in_source
@@ -18,7 +18,7 @@ _BATCH, _MICROBATCH = "policy.train_global_batch_size", "policy.train_micro_batc
 _MAX_SIZES = 10**6  # of batches that are tried
 
 
-@rule("GM316", "error", "NeMo-RL `Policy.__init__`", refusals=("must be divisible by PP * CP * TP",))
+@rule("GM316", "error", "NeMo-RL `Policy.__init__`", refusals=("must be divisible by PP * CP * TP",), needs_loss=False)
 def _indivisible_gpus(facts: RecipeFacts) -> Iterator[Hit]:
     """Parallel sizes that do not divide the number of GPUs that train."""
     sizes = {key: facts.number(key) or 1 for axis, key in layout_keys(facts).items() if axis in MODEL_AXES}
@@ -43,7 +43,7 @@ def _indivisible_replicas(facts: RecipeFacts, gpus: int | None) -> Iterator[Hit]
         yield Hit(
             key,
             f"{replicas} does not divide the {ranks} data-parallel ranks",
-            fix={key: math.gcd(ranks, replicas)},
+            fix={key: largest_divisor(ranks, replicas)},
         )
 
 
@@ -75,20 +75,13 @@ def _vllm_sizes(facts: RecipeFacts) -> Iterator[Hit]:
             f"tensor_parallel_size ({tp}) x pipeline_parallel_size ({pp}) = {tp * pp} does not divide the {gpus} GPUs "
             "that sample; change one of the sizes",
         )
-    is_async = facts.is_true(f"{_VLLM}.async_engine")
-    if pp > 1 and not is_async:
-        yield Hit(
-            f"{_VLLM}.async_engine",
-            f"false, but pipeline_parallel_size: {pp} needs vLLM's async engine",
-            fix={f"{_VLLM}.async_engine": True},
-        )
     if ep > 1 and ep % tp:
         yield Hit(
             f"{_VLLM}.expert_parallel_size",
             f"{ep} is not a multiple of tensor_parallel_size ({tp}), as vLLM's groups of experts must be",
             fix={f"{_VLLM}.expert_parallel_size": tp},
         )
-    elif ep > tp and is_async:
+    elif ep > tp and facts.is_true(f"{_VLLM}.async_engine"):
         yield Hit(
             f"{_VLLM}.expert_parallel_size",
             f"{ep} above tensor_parallel_size ({tp}) needs data parallelism inside vLLM, which NeMo-RL does not "
@@ -142,13 +135,13 @@ def _fitting_batch(facts: RecipeFacts) -> dict[str, int]:
         return {_BATCH: max(1, round(batch / unit)) * unit}
     if rollout // unit > _MAX_SIZES:
         return {}
-    is_whole = facts.uses_single_controller or facts.config.force_on_policy_ratio
+    is_whole = facts.uses_single_controller or facts.is_true("loss_fn.force_on_policy_ratio")
     sizes = [size for size in range(unit, rollout + 1, unit) if rollout % size == 0]
     size = rollout if is_whole else min(sizes, key=lambda size: abs(math.log(size / batch)))
     return {_BATCH: size, **settings}
 
 
-@rule("GM306", "error", "NeMo-RL `shard_by_batch_size`")
+@rule("GM306", "error", "NeMo-RL `shard_by_batch_size`", needs_loss=False)
 def _rollout_of_other_size(facts: RecipeFacts) -> Iterator[Hit]:
     """Rollout batch that is not a multiple of the training batch."""
     batch, rollout = facts.number(_BATCH) or 0, facts.rollout_size
@@ -161,11 +154,12 @@ def _rollout_of_other_size(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
-@rule("GM332", "error", "NeMo-RL `shard_by_batch_size`, `make_microbatch_iterator`")
+@rule("GM332", "error", "NeMo-RL `shard_by_batch_size`, `make_microbatch_iterator`", needs_loss=False)
 def _indivisible_batch(facts: RecipeFacts) -> Iterator[Hit]:
     """Training batch that ranks or microbatches can't divide."""
     ranks, batch = _data_parallel_ranks(facts), facts.number(_BATCH)
-    if ranks is None or not batch:
+    # A batch of pairs, as DPO's, has twice as many sequences.
+    if ranks is None or not batch or facts.algorithm in ("dpo", "rm", "eval"):
         return
     microbatch = _fixed_microbatch(facts)
     if batch % ranks:
@@ -179,7 +173,20 @@ def _indivisible_batch(facts: RecipeFacts) -> Iterator[Hit]:
             _MICROBATCH,
             f"{microbatch:g} does not divide the {batch / ranks:g} sequences of a data-parallel rank (train_global_"
             f"batch_size {batch:g} over {ranks} ranks)",
-            fix={_MICROBATCH: math.gcd(int(batch) // ranks, microbatch)},
+            fix={_MICROBATCH: largest_divisor(int(batch) // ranks, microbatch)},
+        )
+
+
+@rule("GM353", "error", "NeMo-RL `Policy.get_logprobs`, `make_microbatch_iterator`", applies_to_lab=False)
+def _indivisible_scoring_batch(facts: RecipeFacts) -> Iterator[Hit]:
+    """Rollout batch that scoring microbatches can't divide."""
+    key, ranks, rollout = "policy.logprob_batch_size", _data_parallel_ranks(facts), facts.rollout_size
+    is_fixed = not any(facts.is_true(f"policy.{name}.enabled") for name in ("sequence_packing", "dynamic_batching"))
+    if is_fixed and ranks and rollout and rollout % ranks == 0 and rollout // ranks % facts.size(key):
+        yield Hit(
+            key,
+            f"{facts.size(key)} does not divide the {rollout // ranks} responses that each of {ranks} ranks scores",
+            fix={key: largest_divisor(rollout // ranks, facts.size(key))},
         )
 
 

@@ -123,12 +123,26 @@ class _Module:
     imports: Mapping[str, str]
 
 
+@functools.cache
+def _module(checkout: Path, name: str) -> _Module | None:
+    path = checkout.joinpath(*name.split("."))
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    if (file := next((file for file in files if file.is_file()), None)) is None:
+        return None
+    text = read_source(file) + "\n"
+    imports = {}
+    for origin, in_parentheses, on_line in _IMPORT.findall(text):
+        for imported in re.sub(r"#[^\n]*", "", in_parentheses or on_line).split(","):
+            imports[imported.split(" as ")[-1].strip()] = f"{origin}:{imported.split(' as ')[0].strip()}"
+    classes = {match[1]: (match[2] or "", match[3]) for match in _CLASS.finditer(text)}
+    return _Module(name, text, classes, imports)
+
+
 @dataclass
 class _Source:
     """Source tree of NeMo-RL, whose modules are read when they are needed."""
 
     checkout: Path
-    modules: dict[str, _Module | None] = field(default_factory=dict)
     types: dict[tuple[str, str], ValueType] = field(default_factory=dict)
 
     def section(self, module: str, name: str) -> Section | None:
@@ -163,23 +177,8 @@ class _Source:
         return None
 
     def module(self, name: str) -> _Module | None:
-        if name not in self.modules:
-            self.modules[name] = self._read_module(name)
-        return self.modules[name]
-
-    def _read_module(self, name: str) -> _Module | None:
-        path = self.checkout.joinpath(*name.split("."))
-        files = (path.with_suffix(".py"), path / "__init__.py")
-        file = next((file for file in files if file.is_file()), None)
-        if file is None:
-            return None
-        text = read_source(file) + "\n"
-        imports = {}
-        for origin, in_parentheses, on_line in _IMPORT.findall(text):
-            for imported in re.sub(r"#[^\n]*", "", in_parentheses or on_line).split(","):
-                imports[imported.split(" as ")[-1].strip()] = f"{origin}:{imported.split(' as ')[0].strip()}"
-        classes = {match[1]: (match[2] or "", match[3]) for match in _CLASS.finditer(text)}
-        return _Module(name, text, classes, imports)
+        """Return a module of NeMo-RL; None if there is none of this name."""
+        return _module(self.checkout, name)
 
     def _named_type(self, module_name: str, name: str) -> ValueType:
         """Return the type of a name in a module: a class, an alias, or an imported name; ANYTHING if unknown."""
@@ -240,34 +239,29 @@ class _Source:
 
     def _type(self, node: ast.expr, module: _Module) -> ValueType:
         """Return the type that an annotation describes; ANYTHING for what a recipe can't contain."""
-        if isinstance(node, ast.Constant):
-            if isinstance(node.value, str):
-                return self._type(parse_python(node.value, "eval").body, module)
-            return OneOf((None,)) if node.value is None else ANYTHING
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-            return AnyOf.of(self._type(node.left, module), self._type(node.right, module))
-        if isinstance(node, ast.Name):
-            return _SCALARS.get(node.id) or _CONTAINERS.get(node.id) or self._named_type(module.name, node.id)
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-            return self._generic_type(node.value.id, node.slice, module)
+        match node:
+            case ast.Constant(None):
+                return OneOf((None,))
+            case ast.Constant(str(text)):
+                return self._type(parse_python(text, "eval").body, module)
+            case ast.BinOp(left, ast.BitOr(), right):
+                return AnyOf.of(self._type(left, module), self._type(right, module))
+            case ast.Name(name):
+                return _SCALARS.get(name) or _CONTAINERS.get(name) or self._named_type(module.name, name)
+            case ast.Subscript(ast.Name("Literal"), content):
+                return OneOf(tuple(map(_constant, content.elts if isinstance(content, ast.Tuple) else [content])))
+            case ast.Subscript(ast.Name(name), content):
+                arguments = content.elts if isinstance(content, ast.Tuple) else [content]
+                if name in _WRAPPERS:
+                    return _bounded(self._type(arguments[0], module), *arguments[1:])
+                types = [self._type(argument, module) for argument in arguments]
+                if name in ("Optional", "Union"):
+                    return AnyOf.of(*types, *([OneOf((None,))] if name == "Optional" else []))
+                container = _CONTAINERS.get(name, ANYTHING)
+                if name in ("list", "List", "Sequence"):
+                    return ListOf(types[0])
+                return Open(types[-1]) if isinstance(container, Open) else container
         return ANYTHING
-
-    def _generic_type(self, name: str, content: ast.expr, module: _Module) -> ValueType:
-        arguments = content.elts if isinstance(content, ast.Tuple) else [content]
-        if name == "Literal":
-            return OneOf(tuple(value for value in map(_constant, arguments)))
-        if name == "Optional":
-            return AnyOf.of(self._type(content, module), OneOf((None,)))
-        if name == "Union":
-            return AnyOf.of(*(self._type(argument, module) for argument in arguments))
-        if name in _WRAPPERS:
-            return _bounded(self._type(arguments[0], module), *arguments[1:])
-        container = _CONTAINERS.get(name)
-        if isinstance(container, ListOf) and name in ("list", "List", "Sequence"):
-            return ListOf(self._type(arguments[0], module))
-        if isinstance(container, Open):
-            return Open(self._type(arguments[-1], module))
-        return container or ANYTHING
 
 
 def _bounded(value_type: ValueType, *nodes: ast.expr | None) -> ValueType:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from nemo_geomask.tools.check.config_classes import dataset_arguments, environment_text
@@ -24,6 +26,10 @@ def _entries(facts: RecipeFacts, split: str) -> Iterator[tuple[str, Mapping[str,
             yield f"data.{split}[{index}]" if isinstance(value, list) else f"data.{split}", {**default, **entry}
 
 
+def _all_entries(facts: RecipeFacts) -> list[tuple[str, Mapping[str, Any]]]:
+    return [*_entries(facts, "train"), *_entries(facts, "validation")]
+
+
 def _arguments(entry: Mapping[str, Any], facts: RecipeFacts) -> Mapping[str, Any] | None:
     """Return the arguments of the class of a dataset; None if they can't be told."""
     return dataset_arguments(facts.nemo_rl).get(str(entry.get("dataset_name"))) if facts.nemo_rl else None
@@ -35,7 +41,7 @@ def _ignored_key_of_dataset(facts: RecipeFacts) -> Iterator[Hit]:
     assert facts.nemo_rl is not None
     written = {key for key, _ in user_keys(facts)}
     classes = [arguments for arguments in dataset_arguments(facts.nemo_rl).values() if arguments is not None]
-    for place, entry in (*_entries(facts, "train"), *_entries(facts, "validation")):
+    for place, entry in _all_entries(facts):
         arguments = _arguments(entry, facts)
         for name, value in entry.items():
             is_ignored = arguments is not None and name not in arguments and any(name in others for others in classes)
@@ -54,10 +60,38 @@ def _ignored_key_of_dataset(facts: RecipeFacts) -> Iterator[Hit]:
 @rule("GM348", "error", _REGISTRY, needs=("nemo_rl",), applies_to_lab=False)
 def _dataset_without_required_key(facts: RecipeFacts) -> Iterator[Hit]:
     """Dataset without a key that its class requires."""
-    for place, entry in (*_entries(facts, "train"), *_entries(facts, "validation")):
+    for place, entry in _all_entries(facts):
         for name, default in (_arguments(entry, facts) or {}).items():
             if default is ... and name not in entry:
                 yield Hit(f"{place}.{name}", f"the dataset {entry['dataset_name']} needs it, but it is not set")
+
+
+@rule("GM344", "error", "NeMo-RL `setup_response_data` (data/utils.py)", refusals=("def setup_response_data",))
+def _unknown_environment(facts: RecipeFacts) -> Iterator[Hit]:
+    """Data of an environment that the recipe does not have."""
+    environments = facts.get("env")
+    if not isinstance(environments, Mapping) or facts.is_true("env.should_use_nemo_gym"):
+        return
+    for place, entry in (("data.default", facts.get("data.default", {})), *_all_entries(facts)):
+        name = entry.get("env_name") if isinstance(entry, Mapping) else None
+        if isinstance(name, str) and name not in environments and isinstance(facts.get(f"{place}.env_name"), str):
+            yield Hit(
+                f"{place}.env_name",
+                f"{name}: the section env has no such environment, but only {', '.join(map(str, environments))}; "
+                f"add env.{name}, or name one of these",
+            )
+
+
+@rule("GM354", "error", "NeMo-RL `TaskDataSpec`", needs=("nemo_rl",), needs_loss=False, applies_to_lab=False)
+def _missing_prompt_file(facts: RecipeFacts) -> Iterator[Hit]:
+    """File of a prompt that does not exist."""
+    assert facts.nemo_rl is not None
+    places = [Path(), facts.nemo_rl, facts.recipe.path.parent]
+    for key, _ in user_keys(facts):
+        value = facts.get(key)
+        is_file = re.fullmatch(r"data\..*prompt_file", key) and isinstance(value, str) and value.startswith("examples/")
+        if is_file and not any((place / value).is_file() for place in places):
+            yield Hit(key, f"{value}: neither this folder nor the NeMo-RL in {facts.nemo_rl} has this file")
 
 
 @rule("GM349", "error", "NeMo-RL `grpo.setup`, `setup_response_data`", refusals=("Validation dataset is required",))

@@ -52,19 +52,6 @@ def _cascade_attention(facts: RecipeFacts) -> Iterator[Hit]:
     )
 
 
-@rule("GM112", "warning", "NeMo-RL docs/adding-new-models.md; arXiv:2510.26788")
-def _different_precision(facts: RecipeFacts) -> Iterator[Hit]:
-    """Different precision in rollouts and training."""
-    key = f"{_VLLM}.precision"
-    training, sampling = facts.get("policy.precision"), facts.get(key)
-    if facts.uses_vllm and training and sampling and sampling not in (training, "auto", "fp8"):
-        yield Hit(
-            key,
-            f"{sampling}, but policy.precision: {training}, which makes every token's log-probs differ",
-            fix={key: training},
-        )
-
-
 @rule("GM114", "warning", "NeMo-RL issue 2322")
 def _moe_without_master_weights(facts: RecipeFacts) -> Iterator[Hit]:
     """Mixture of experts without float32 weights."""
@@ -105,20 +92,6 @@ def _no_router_replay(facts: RecipeFacts) -> Iterator[Hit]:
             f"{model}; this NeMo-RL has no router replay for these engines, and nothing corrects routes that differ; "
             "{fix}, and add a mask",
             fix={"loss_fn.use_importance_sampling_correction": True},
-        )
-
-
-@rule("GM109", "warning", "NeMo-RL examples/configs/grpo_math_1B.yaml; https://github.com/NVIDIA-NeMo/RL/pull/3169")
-def _balancing_loss(facts: RecipeFacts) -> Iterator[Hit]:
-    """Router trained with a load-balancing loss."""
-    key = "policy.megatron_cfg.moe_router_load_balancing_type"
-    value = facts.get(key, "none")
-    balancing_types = set(value if isinstance(value, list) else [value]) - {"none"}
-    if facts.moe_key and facts.uses_megatron and balancing_types:
-        yield Hit(
-            key,
-            f"{value}: under GRPO, the auxiliary loss drives the log-probs of training and generation apart",
-            fix={key: "none"},
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from nemo_geomask.hosts.nemo_rl.facts import reads_setting
 from nemo_geomask.hosts.nemo_rl.honoured_settings import NO_ENTROPY, lacks_entropy, own_loop_settings, prev_readers
-from nemo_geomask.tools.check.logprob_paths import fused_key, missing_for_backend, missing_for_fused
+from nemo_geomask.tools.check.logprob_paths import missing_for_backend
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
 
@@ -39,19 +39,6 @@ def _raw_logprobs(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
-@rule("GM103", "warning", "NeMo-RL `VllmSpecificArgs.logprobs_mode` (generation/vllm/config.py)")
-def _bad_words(facts: RecipeFacts) -> Iterator[Hit]:
-    """`bad_words`, which change the sampled distribution but not the trained one."""
-    bad_words = facts.get("policy.generation.bad_words")
-    if bad_words and facts.get(_LOGPROBS_MODE) != "raw_logprobs":
-        yield Hit(
-            "policy.generation.bad_words",
-            f"{len(bad_words)} bad words change the distribution that vLLM samples from and reports, but not the one "
-            "that is trained; remove them, or, at temperature 1.0 without top-p and top-k, set vllm_cfg.logprobs_mode: "
-            "raw_logprobs",
-        )
-
-
 @rule("GM104", "warning", "NeMo-RL `mask_out_neg_inf_logprobs`; https://github.com/huggingface/trl/issues/6789")
 def _filter_with_pooling(facts: RecipeFacts) -> Iterator[Hit]:
     """Top-p or top-k with weights or masks that pool over a sequence."""
@@ -74,14 +61,6 @@ def _filter_with_pooling(facts: RecipeFacts) -> Iterator[Hit]:
             f"affects {', '.join(pooled)}; set loss_fn.drop_filtered_tokens: true, which leaves such tokens out, or "
             "sample with top_p: 1.0 and top_k: null",
         )
-
-
-@rule("GM308", "error", "NeMo-RL `grpo.setup` (main)", refusals=("Linear CE fusion loss is not supported",))
-def _fused_logprobs(facts: RecipeFacts) -> Iterator[Hit]:
-    """Fused linear log-probs with incompatible settings."""
-    key = fused_key(facts)
-    if key and (required := missing_for_fused(facts)):
-        yield Hit(key, f"true: the fused path needs {', '.join(required)}; set these, or {{fix}}", fix={key: False})
 
 
 @rule("GM313", "error", "docs/reference/loss_reference.md")

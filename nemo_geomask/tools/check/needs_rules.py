@@ -11,6 +11,7 @@ from typing import Any
 
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
+from nemo_geomask.tools.check.setting_author import nearest_to_user
 from nemo_geomask.tools.check.source_words import is_in_source
 from nemo_geomask.yaml_text import as_yaml, inline_yaml
 
@@ -33,7 +34,8 @@ def _value(key: str, facts: RecipeFacts) -> Any:
     section, _, name = key.partition(".")
     if section == "facts":
         return getattr(facts, name)
-    return getattr(facts.config, name) if section == "loss_fn" else facts.get(key)
+    has_field = section == "loss_fn" and facts.has_config and hasattr(facts.config, name)
+    return getattr(facts.config, name) if has_field else facts.get(key)
 
 
 def _number(key: str | float, facts: RecipeFacts) -> float | None:
@@ -55,6 +57,8 @@ def _meets(key: str, required: Any, facts: RecipeFacts) -> bool | None:
             is_so = (value is not None) == expected
         elif test == "not":
             is_so = value != expected
+        elif test == "as":
+            is_so = value in (None, facts.get(expected))
         elif value is None:
             return None
         elif test == "like":
@@ -82,7 +86,9 @@ def _hits(need: Mapping[str, Any], facts: RecipeFacts) -> Iterator[Hit]:
         values = {name: None if required == _NULL else required for name, required in settings.items()}
         needed = ", ".join(f"{name}: {inline_yaml(value)}" for name, value in values.items())
         message = f"{as_yaml(_value(key, facts))}{f' needs {needed}' if needed else ''}{f': {why}' if why else ''}"
-        yield Hit(key, message, fix=fix)
+        # Whoever has just set what is not as needed wants it no less than the setting that needs it.
+        is_theirs = bool(settings) and nearest_to_user((key, *missed), facts) != key
+        yield Hit(key, message, fix=values if is_theirs else fix)
         return
     for key, required in missed.items():
         value = as_yaml(_value(key, facts))
@@ -91,11 +97,15 @@ def _hits(need: Mapping[str, Any], facts: RecipeFacts) -> Iterator[Hit]:
             yield Hit(key, f"{value}, but {why}", fix=own_fix)
         else:
             outside, nearest = _outside(key, required, facts)
-            yield Hit(key, f"{value} {outside}{f': {why}' if why else ''}", fix=own_fix or nearest)
+            yield Hit(
+                key, f"{value} {outside}{f': {why}' if why else ''}", fix=own_fix or ({} if "fix" in need else nearest)
+            )
 
 
 def _outside(key: str, required: Mapping[str, Any], facts: RecipeFacts) -> tuple[str, dict[str, Any]]:
     """Return which bound a number is beyond, and the setting that is meant: a percentage, or another key's number."""
+    if "as" in required:
+        return f"differs from {required['as']}: {as_yaml(facts.get(required['as']))}", {key: facts.get(required["as"])}
     number = _number(key, facts)
     for test, bound in required.items():
         limit = _number(bound, facts) if test in _COMPARISONS else None

@@ -142,7 +142,9 @@ def _biased_kl_gradient(facts: RecipeFacts) -> Iterator[Hit]:
     if not config.reference_policy_kl_penalty:
         return
     if config.use_kl_in_reward:
-        if estimator in ("k2", "k3"):
+        # GM206 reports other estimators, which add no KL to the reward.
+        adds_kl = facts.get(f"{facts.algorithm}.adv_estimator.name") in (None, "reinforce_plus_plus", "gae")
+        if adds_kl and estimator in ("k2", "k3"):
             growth = (
                 ", and its e^(ref - curr) grows without bound as the policy moves away" if estimator == "k3" else ""
             )
@@ -153,7 +155,14 @@ def _biased_kl_gradient(facts: RecipeFacts) -> Iterator[Hit]:
                 fix={"loss_fn.reference_policy_kl_type": "k1"},
             )
     elif facts.trains_nemo_rl_loss and facts.nemo_rl is not None and not has_kl_score_function(facts.nemo_rl):
-        yield from _plain_kl_gradient(facts)
+        if estimator == "k1":  # there, k2 is unbiased
+            yield Hit(
+                "loss_fn.reference_policy_kl_type",
+                "k1: this NeMo-RL differentiates curr - ref without the score function that later ones add. That is "
+                "the derivative of curr alone, whose mean is 0, so it adds noise and does not pull towards the "
+                "reference; {fix}, or a name such as clipped_pg, whose KL term has the score function",
+                fix={"loss_fn.reference_policy_kl_type": "k2"},
+            )
     elif config.reference_policy_kl_gradient == "k1":
         yield Hit(
             "loss_fn.reference_policy_kl_gradient",
@@ -167,18 +176,6 @@ def _biased_kl_gradient(facts: RecipeFacts) -> Iterator[Hit]:
             "k2: NeMo-RL differentiates the weighted value, which is biased even on-policy; {fix}, or "
             "reference_policy_kl_gradient: k2 with a name such as clipped_pg",
             fix={"loss_fn.reference_policy_kl_type": "k3"},
-        )
-
-
-def _plain_kl_gradient(facts: RecipeFacts) -> Iterator[Hit]:
-    """Judge the estimator in a NeMo-RL that differentiates its value alone, such as v0.6.0; there k2 is unbiased."""
-    if facts.config.reference_policy_kl_type == "k1":
-        yield Hit(
-            "loss_fn.reference_policy_kl_type",
-            "k1: this NeMo-RL differentiates curr - ref without the score function that later ones add. That is the "
-            "derivative of curr alone, whose mean is 0, so it adds noise and does not pull towards the reference; "
-            "{fix}, or a name such as clipped_pg, whose KL term has the score function",
-            fix={"loss_fn.reference_policy_kl_type": "k2"},
         )
 
 

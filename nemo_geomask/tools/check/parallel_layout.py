@@ -57,13 +57,13 @@ class Layout:
             ranks: number of ranks, at least 1.
             cp: False if sequences can't be split.
         """
-        tp_size = _largest_divisor(self.tp, ranks)
-        cp_size = _largest_divisor(self.cp, ranks // tp_size) if cp else 1
+        tp_size = largest_divisor(self.tp, ranks)
+        cp_size = largest_divisor(self.cp, ranks // tp_size) if cp else 1
         # Experts are divided among ranks that also hold parts of tensors and sequences.
         stage_ranks = tp_size * cp_size
         ep_size = next(size for size in _divisors(self.ep) if math.lcm(size, stage_ranks) <= ranks)
         ep_replicas = math.lcm(ep_size, stage_ranks) // stage_ranks
-        pp_size = _largest_divisor(self.pp, ranks // (stage_ranks * ep_replicas))
+        pp_size = largest_divisor(self.pp, ranks // (stage_ranks * ep_replicas))
         most_replicas = ranks // (stage_ranks * pp_size)
         dp_size = max(ep_replicas, min(self.dp, most_replicas) // ep_replicas * ep_replicas)
         return Layout(tp_size, cp_size, ep_size, pp_size, dp_size)
@@ -128,5 +128,6 @@ def _divisors(size: int) -> Iterator[int]:
     return (divisor for divisor in range(size, 0, -1) if size % divisor == 0)
 
 
-def _largest_divisor(size: int, limit: int) -> int:
+def largest_divisor(size: int, limit: int) -> int:
+    """Return the largest divisor of a size up to a limit."""
     return next(divisor for divisor in _divisors(size) if divisor <= max(1, limit))

@@ -151,8 +151,8 @@ class RecipeFacts:
 
     @property
     def algorithm(self) -> str:
-        """Section of the training algorithm: ``grpo`` or ``ppo``."""
-        return "ppo" if "ppo" in self.recipe.data else "grpo"
+        """Section of the training algorithm, such as ``grpo``, ``ppo`` or ``sft``."""
+        return "ppo" if "ppo" in self.recipe.data else self.other_algorithm or "grpo"
 
     @property
     def is_lab(self) -> bool:

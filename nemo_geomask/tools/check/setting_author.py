@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from nemo_geomask.recipe import Origin
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
@@ -29,10 +30,20 @@ def user_keys(facts: RecipeFacts) -> Iterator[tuple[str, Origin]]:
         is_deleted = origin.line is None and not _is_present(written_key, facts)
         if origin.where in nemo_rl or is_deleted:
             continue
-        for key in (*enclosing_sections(written_key), written_key):
+        # An override may set a whole section or list, whose settings have no origin of their own.
+        inside = _settings_in(written_key, facts.get(written_key)) if origin.line is None else ()
+        for key in (*enclosing_sections(written_key), written_key, *inside):
             if key not in yielded:
                 yielded.add(key)
                 yield key, origin
+
+
+def _settings_in(key: str, value: Any) -> Iterator[str]:
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in items:
+        inner_key = f"{key}[{name}]" if isinstance(value, list) else f"{key}.{name}"
+        yield inner_key
+        yield from _settings_in(inner_key, inner)
 
 
 def enclosing_sections(key: str) -> Iterator[str]:

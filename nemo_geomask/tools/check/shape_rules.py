@@ -27,24 +27,13 @@ def _heads(facts: RecipeFacts) -> Iterator[Hit]:
         tp = facts.size(key)
         if shape is None or not shape.heads or tp < 1:
             continue
-        name = facts.get(f"{section}.model_name")
+        name, is_megatron = facts.get(f"{section}.model_name"), facts.is_true(f"{section}.megatron_cfg.enabled")
         if shape.heads % tp:
             yield Hit(key, f"{tp} does not divide the {shape.heads} attention heads of {name}; set a divisor")
-        elif shape.kv_heads % tp:
-            # Megatron repeats a key-value head on several ranks.
-            is_megatron = facts.is_true(f"{section}.megatron_cfg.enabled")
-            if not is_megatron:
-                yield Hit(
-                    key,
-                    f"{tp} does not divide the {shape.kv_heads} key-value heads of {name}, as DTensor needs; set a "
-                    "divisor",
-                )
-            elif tp % shape.kv_heads:
-                yield Hit(
-                    key,
-                    f"{tp} is neither a divisor nor a multiple of the {shape.kv_heads} key-value heads of {name}; set "
-                    "one",
-                )
+        # Megatron repeats a key-value head on several ranks.
+        elif shape.kv_heads % tp and (not is_megatron or tp % shape.kv_heads):
+            fault = "is neither a divisor nor a multiple of" if is_megatron else "does not divide"
+            yield Hit(key, f"{tp} {fault} the {shape.kv_heads} key-value heads of {name}; set a divisor")
 
 
 @rule("GM336", "error", "Megatron-LM `TransformerConfig`, `get_num_layers_to_build`", needs_loss=False)
@@ -55,27 +44,15 @@ def _layers(facts: RecipeFacts) -> Iterator[Hit]:
         if shape is None or not facts.is_true(f"{section}.megatron_cfg.enabled"):
             continue
         stages, layers = facts.size(key), shape.layers
-        ends = {
-            f"num_layers_in_{end}_pipeline_stage": facts.number(
-                f"{section}.megatron_cfg.num_layers_in_{end}_pipeline_stage"
-            )
-            for end in ("first", "last")
-        }
-        stated = {name: int(count) for name, count in ends.items() if count}
-        if stages < 2 or not stated:
-            if stages > 1 and layers % stages:
-                yield Hit(
-                    key,
-                    f"{stages} does not divide the {layers} layers of {facts.get(f'{section}.model_name')}; set a "
-                    f"divisor, or {' and '.join(ends)}",
-                )
-            continue
+        names = [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
+        stated = {name: int(count) for name in names if (count := facts.number(f"{section}.megatron_cfg.{name}"))}
         middle_stages, middle_layers = stages - len(stated), layers - sum(stated.values())
         is_even = middle_layers % middle_stages == 0 if middle_stages else middle_layers == 0
-        if middle_layers < 0 or bool(middle_layers) != bool(middle_stages) or not is_even:
+        if stages > 1 and (middle_layers < 0 or bool(middle_layers) != bool(middle_stages) or not is_even):
             counts = ", ".join(f"{name}: {count}" for name, count in stated.items())
             yield Hit(
                 key,
-                f"{stages} with {counts} leaves {middle_layers} of {layers} layers to {middle_stages} stages, which "
-                "does not divide; change one of these",
+                f"{stages}{f' with {counts}' if counts else ''} leaves {middle_layers} of the {layers} layers of "
+                f"{facts.get(f'{section}.model_name')} to {middle_stages} stages, which does not divide; set a "
+                f"divisor, or {' and '.join(names)}",
             )

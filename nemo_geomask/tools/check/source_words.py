@@ -23,7 +23,8 @@ _OTHER_MODULES = re.compile(r"/(dpo|rm|sft|distillation|run_eval|evals|eval_data
 """Modules that train no policy loss, which have registries of their own under the same names."""
 # A key that an expression reads at its end, and the section before it: x["key"], x.get("key"), x.key.
 _READ = re.compile(r"""\['([^']+)'\]|\.(?:get|pop)\('(\w+)'[^()]*\)|(?:^|\.)([A-Za-z_]\w*)(?=$|[.\[])""")
-_SETTING = re.compile(r"""^[ \t-]*(\w+):[ \t]*["']?([A-Za-z][\w.:-]*)["']?[ \t]*(?:#.*)?$""", re.MULTILINE)
+_FORM = re.compile(r"'\W' not in .*")
+_SETTING = re.compile(r"""^([ \t-]*)(\w+):[ \t]*["']?([A-Za-z][\w.:-]*)?["']?[ \t]*(?:#.*)?$""", re.MULTILINE)
 
 
 class WordComparison(NamedTuple):
@@ -64,19 +65,29 @@ def words_in_source(checkout: Path, section: str, key: str, algorithm: str) -> t
     accepted: set[str] = set()
     is_closed = False
     for path, text in source_texts(checkout).items():
-        if key not in text or path == other or (key in _GENERIC_KEYS and section not in text):
+        keys = {key, *(() if key in _GENERIC_KEYS else _parameters(checkout, key))}
+        if not any(each in text for each in keys) or path == other or (key in _GENERIC_KEYS and section not in text):
             continue
         if trains_policy_loss and _OTHER_MODULES.search(path.relative_to(checkout).as_posix()):
             continue
         for comparison in _comparisons(checkout, path):
             has_own_name = key not in _GENERIC_KEYS and not comparison.section
             is_here = has_own_name or (comparison.section and _overlap(comparison.section, section))
-            if comparison.key == key and (is_here or key not in _GENERIC_KEYS):
+            is_key = comparison.key == key or (comparison.key in keys and not comparison.section)
+            if is_key and (is_here or key not in _GENERIC_KEYS):
                 words.update(comparison.words)
                 accepted.update(comparison.words if is_here else ())
                 is_closed = is_closed or bool(comparison.is_closed and is_here)
     # A section may be compared in several places, of which one refuses what belongs to another section of its name.
     return frozenset(words), frozenset(accepted if is_closed else ())
+
+
+@functools.cache
+def _parameters(checkout: Path, key: str) -> frozenset[str]:
+    """Return the parameters that NeMo-RL passes a setting to, as in ``calculate_kl(kl_type=self.loss_kl_type)``."""
+    passed = re.compile(rf"""\b(\w+)=[\w.]*(?:\.|\[["']){key}(?:["']\])?[,)\n]""")
+    names = {name for text in source_texts(checkout).values() if key in text for name in passed.findall(text)}
+    return frozenset(name for name in names if name not in _GENERIC_KEYS and key.endswith(name))
 
 
 def _overlap(first: str, second: str) -> bool:
@@ -85,12 +96,18 @@ def _overlap(first: str, second: str) -> bool:
 
 
 @functools.cache
-def words_in_recipes(checkout: Path) -> Mapping[str, frozenset[str]]:
-    """Return the words that NeMo-RL's recipes set each key to, by the key's name alone."""
-    words: dict[str, set[str]] = {}
+def words_in_recipes(checkout: Path) -> Mapping[tuple[str, str], frozenset[str]]:
+    """Return the words that NeMo-RL's recipes set each key to, by the names of its section and of itself."""
+    words: dict[tuple[str, str], set[str]] = {}
     for path in (checkout / "examples").rglob("*.yaml"):
-        for key, word in _SETTING.findall(read_source(path)):
-            words.setdefault(key, set()).add(word)
+        sections = [(-1, "")]
+        for indent, key, word in _SETTING.findall(read_source(path)):
+            while sections[-1][0] >= len(indent):
+                sections.pop()
+            if word:
+                words.setdefault((sections[-1][1], key), set()).add(word)
+            else:
+                sections.append((len(indent), key))
     return {key: frozenset(values) for key, values in words.items()}
 
 
@@ -102,7 +119,7 @@ def _comparisons(checkout: Path, path: Path) -> tuple[WordComparison, ...]:
     owners: dict[ast.AST, str] = {}
     for each in ast.walk(tree):
         if isinstance(each, ast.ClassDef):
-            owners |= {item: each.name.lower() for item in each.body if each.name.endswith("Config")}
+            owners |= {item: each.name.lower() for item in each.body if each.name.endswith(("Config", "LossFn"))}
             for field in each.body:
                 annotation = ast.unparse(field.annotation) if isinstance(field, ast.AnnAssign) else ""
                 if "Literal[" in annotation:
@@ -148,6 +165,8 @@ def _literal_words(node: ast.expr | None) -> list[str]:
             return [word]
         case ast.Tuple(items) | ast.List(items) | ast.Set(items) | ast.Dict(items):
             return [word for item in items for word in _literal_words(item)]
+        case ast.Subscript(ast.Name("Literal"), items):
+            return _literal_words(items)
         case ast.Call(_, items):
             return [word for item in items if not isinstance(item, ast.Constant) for word in _literal_words(item)]
     return []
@@ -194,7 +213,10 @@ class _Scope:
 
     def _chain(self, node: ast.If) -> Iterator[WordComparison]:
         """Yield closed comparisons of ``if … elif … else: raise``, all with one key, or of ``if … not in …: raise``."""
-        tests, last = [node.test], node.orelse
+        # A further form of the word, as in `name not in NAMES and ":" not in name`, is no word of a recipe's own.
+        tests: list[ast.expr] = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
+        is_form = all(_FORM.fullmatch(ast.unparse(each)) for each in tests[1:])
+        tests, last = [tests[0] if is_form else node.test], node.orelse
         while len(last) == 1 and isinstance(last[0], ast.If):
             tests.append(last[0].test)
             last = last[0].orelse
@@ -203,7 +225,7 @@ class _Scope:
         # One word alone is what some other setting needs.
         is_one_key &= len({word for comparison in comparisons for word in comparison.words}) > 1
         refuses_rest = bool(last) and isinstance(last[-1], ast.Raise)
-        is_negative = isinstance(node.test, ast.Compare) and isinstance(node.test.ops[0], ast.NotIn)
+        is_negative = isinstance(tests[0], ast.Compare) and isinstance(tests[0].ops[0], ast.NotIn)
         if is_one_key and (refuses_rest or (is_negative and isinstance(node.body[-1], ast.Raise))):
             yield from comparisons
 
@@ -222,7 +244,7 @@ class _Scope:
             yield WordComparison(*key, words, is_closed and is_fixed)
 
     def _words(self, node: ast.expr) -> tuple[tuple[str, ...], bool]:
-        name = ast.unparse(node).removesuffix(".keys()").rpartition(".")[2]
+        name = re.sub(r"^get_args\((.+)\)$", r"\1", ast.unparse(node)).removesuffix(".keys()").rpartition(".")[2]
         if name.isidentifier() and name not in self.constants:
             is_constant = name[:1].isupper() and len(name) > 1
             return _constant(self.checkout, self.path, name) if is_constant else ((), False)

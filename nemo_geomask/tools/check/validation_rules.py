@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from nemo_geomask.hosts.nemo_rl.facts import calls_dynamic_sampling_in_ppo, single_controller_lacks
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
@@ -15,7 +16,6 @@ from nemo_geomask.yaml_text import as_yaml
 
 _METRIC = "checkpointing.metric_name"
 _MAX_LEFT_OUT = 0.1  # share of the validation samples that may be left out without a warning
-_LARGER_IS_BETTER = ("accuracy", "reward")
 
 
 _VALIDATE = "NeMo-RL `validate` (grpo.py): `max_val_samples // val_batch_size` batches"
@@ -32,23 +32,16 @@ _SHAPING = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_l
 _SHAPE = "NeMo-RL `apply_reward_shaping` (algorithms/reward_functions.py)"
 
 
-def _validation_batches(facts: RecipeFacts) -> tuple[int, int] | None:
-    """Return the numbers of samples and of samples a batch; None if nothing is validated or one is not set."""
-    samples = facts.number(f"{facts.algorithm}.max_val_samples")
-    batch = facts.number(f"{facts.algorithm}.val_batch_size")
-    return (int(samples), int(batch)) if facts.validates and samples and batch and batch >= 1 else None
-
-
 @rule("GM217", "warning", _VALIDATE, applies_to_lab=False)
 def _partial_validation_batch(facts: RecipeFacts) -> Iterator[Hit]:
     """Validation samples that are left out."""
-    sizes = _validation_batches(facts)
-    if sizes is not None and sizes[0] > sizes[1] and sizes[0] % sizes[1] > _MAX_LEFT_OUT * sizes[0]:
-        used = sizes[0] // sizes[1] * sizes[1]
+    samples, batch = (facts.size(f"{facts.algorithm}.{name}") for name in ("max_val_samples", "val_batch_size"))
+    if facts.validates and samples > batch > 0 and samples % batch > _MAX_LEFT_OUT * samples:
+        used = samples // batch * batch
         yield Hit(
             f"{facts.algorithm}.max_val_samples",
-            f"{sizes[0]}: NeMo-RL validates on whole batches of val_batch_size: {sizes[1]}, that is on {used} samples; "
-            f"{{fix}}, or a val_batch_size that divides {sizes[0]}",
+            f"{samples}: NeMo-RL validates on whole batches of val_batch_size: {batch}, that is on {used} samples; "
+            f"{{fix}}, or a val_batch_size that divides {samples}",
             fix={f"{facts.algorithm}.max_val_samples": used},
         )
 
@@ -60,13 +53,6 @@ def _unranked_checkpoints(facts: RecipeFacts) -> Iterator[Hit]:
     saves = facts.is_true("checkpointing.enabled") and facts.number("checkpointing.keep_top_k")
     if not saves or not isinstance(metric, str):
         return
-    name = metric.partition(":")[2]
-    if name in _LARGER_IS_BETTER and facts.get("checkpointing.higher_is_better") is False:
-        yield Hit(
-            "checkpointing.higher_is_better",
-            f"false, but {_METRIC}: {metric}: the worst checkpoints are kept",
-            fix={"checkpointing.higher_is_better": True},
-        )
     if not metric.startswith("val:"):
         return
     period_key = f"{facts.algorithm}.val_period"
@@ -90,9 +76,16 @@ def _unranked_checkpoints(facts: RecipeFacts) -> Iterator[Hit]:
 @rule("GM351", "error", "NeMo-RL `grpo_train`, `validate`", refusals=("not found in {prefix} metrics",))
 def _unreported_metric(facts: RecipeFacts) -> Iterator[Hit]:
     """Metric of checkpoints that the run does not report."""
-    metric, checkout = facts.get(_METRIC), facts.nemo_rl
-    if checkout is None or not isinstance(metric, str) or not facts.is_true("checkpointing.enabled"):
+    metric, checkout, stop = facts.get(_METRIC), facts.nemo_rl, f"{facts.algorithm}.stop_at_validation_metric"
+    if checkout is None:
         return
+    if facts.is_true("checkpointing.enabled") and isinstance(metric, str):
+        yield from _metric_hits(_METRIC, metric, checkout, facts)
+    if isinstance(facts.get(stop), str):
+        yield from _metric_hits(stop, f"val:{facts.get(stop)}", checkout, facts)
+
+
+def _metric_hits(key: str, metric: str, checkout: Path, facts: RecipeFacts) -> Iterator[Hit]:
     prefix, _, name = metric.partition(":")
     source = source_texts(checkout).get(checkout / "nemo_rl" / "algorithms" / f"{facts.algorithm}.py", "")
     literals = re.findall(r"\bval_metrics[^\n=]*= \{(.*?)\n +\}", source, re.DOTALL)
@@ -106,11 +99,14 @@ def _unreported_metric(facts: RecipeFacts) -> Iterator[Hit]:
             return
     guess = next(iter(nearest_word(name, reported)), "accuracy" if prefix == "val" else "reward")
     if prefix in ("train", "val"):
+        reporter, use = (
+            "validation" if prefix == "val" else "training",
+            "checkpoint" if key == _METRIC else "validation",
+        )
         yield Hit(
-            _METRIC,
-            f"{metric}: {'validation' if prefix == 'val' else 'training'} reports no {name}, and NeMo-RL stops at the "
-            "first checkpoint",
-            fix={_METRIC: f"{prefix}:{guess}"},
+            key,
+            f"{facts.get(key)}: {reporter} reports no {name}, and NeMo-RL stops at the first {use}",
+            fix={key: f"{prefix}:{guess}" if key == _METRIC else guess},
         )
 
 
@@ -165,20 +161,3 @@ def _length_penalty_out_of_reach(facts: RecipeFacts) -> Iterator[Hit]:
             f"overlong_buffer_length), but {key} limits responses to {limit:g}, so it never applies",
             fix={f"{section}.max_response_length": int(limit), **shorter},
         )
-
-
-@rule("GM326", "error", "NeMo-RL `grpo.setup`", refusals=("val_temperature/val_top_p/val_top_k differing",))
-def _other_sampling_in_validation(facts: RecipeFacts) -> Iterator[Hit]:
-    """Validation sampled in another way than training."""
-    for name in ("temperature", "top_p", "top_k"):
-        key, trained_key = f"policy.generation.val_{name}", f"policy.generation.{name}"
-        value, trained = facts.get(key), facts.get(trained_key)
-        if value is None or value == trained:
-            continue
-        if not facts.uses_vllm or not facts.is_true("env.should_use_nemo_gym") or name == "top_k":
-            yield Hit(
-                key,
-                f"{value}, but {trained_key}: {as_yaml(trained)}: only NeMo-Gym's rollouts with vLLM can validate with "
-                "another temperature or top-p, and none with another top-k",
-                fix={key: trained},
-            )

@@ -15,9 +15,7 @@ from nemo_geomask.tools.check.source_words import words_in_recipes, words_in_sou
 
 _WORD = re.compile(r"[A-Za-z][\w.+-]{1,60}")
 _IMPORT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-_FREE_SECTION = re.compile(
-    r"(^|\.)(logger|loss_fn|env_vars|\w*overrides|\w*_kwargs|non_colocated_teachers)\.|metric_name$"
-)
+_FREE_SECTION = re.compile(r"(^|\.)(logger|env_vars|\w*overrides|\w*_kwargs|non_colocated_teachers)\.|metric_name$")
 """Sections whose texts are free, that are checked elsewhere, or that NeMo-RL passes on to other libraries."""
 _LETTERS_PER_ERROR = 4  # of a misspelt word; one error is allowed in a shorter word
 # No source says what vLLM takes; with fp8, NeMo-RL loads its own quantised weights.
@@ -30,7 +28,10 @@ def _user_words(facts: RecipeFacts) -> Iterator[tuple[str, str]]:
     """Yield the dotted key and the value of each word that the user wrote outside ``loss_fn`` and free text."""
     for key, _ in user_keys(facts):
         value = facts.get(key)
-        if not isinstance(value, str) or not _WORD.fullmatch(value) or _FREE_SECTION.search(key):
+        is_theirs = not key.startswith("loss_fn.") or facts.trains_nemo_rl_loss or facts.other_algorithm
+        if not isinstance(value, str) or not _WORD.fullmatch(value) or _FREE_SECTION.search(key) or not is_theirs:
+            continue
+        if any(key in problem.keys for problem in facts.problems):  # which GM001 reports
             continue
         if not any(facts.get(f"{section}.enabled") is False for section in enclosing_sections(key)):
             yield key, value
@@ -40,10 +41,10 @@ def _words(key: str, facts: RecipeFacts) -> tuple[Collection[str], Collection[st
     """Return the words that NeMo-RL knows at a key, and those to which it holds the key; empty if it accepts any."""
     assert facts.nemo_rl is not None
     *_, section, name = ["", *re.sub(r"\[\d+\]", "", key).split(".")]
-    compared, accepted = words_in_source(
-        facts.nemo_rl, section.removesuffix("_cfg"), name, facts.other_algorithm or facts.algorithm
-    )
-    return compared | words_in_recipes(facts.nemo_rl).get(name, frozenset()), _VLLM_WORDS.get(key) or accepted
+    compared, accepted = words_in_source(facts.nemo_rl, section.removesuffix("_cfg"), name, facts.algorithm)
+    return compared | words_in_recipes(facts.nemo_rl).get((section, name), frozenset()), _VLLM_WORDS.get(
+        key
+    ) or accepted
 
 
 @rule(
@@ -55,14 +56,14 @@ def _words(key: str, facts: RecipeFacts) -> tuple[Collection[str], Collection[st
     applies_to_lab=False,
 )
 def _refused_word(facts: RecipeFacts) -> Iterator[Hit]:
-    """Word that NeMo-RL refuses."""
+    """Word that NeMo-RL does not take."""
     for key, value in _user_words(facts):
         _, accepted = _words(key, facts)
         # Evaluation has datasets of its own; a name with a dot is that of a class.
-        if accepted and value not in accepted and "." not in value and "eval" not in facts.recipe.data:
+        if accepted and value not in accepted and not re.search("[.:]", value) and "eval" not in facts.recipe.data:
             nearest = nearest_word(value, accepted)
             allowed = ", ".join(sorted(accepted, key=str.casefold))
-            yield Hit(key, f"{value}: NeMo-RL refuses it; it takes {allowed}", fix={key: nearest[0]} if nearest else {})
+            yield Hit(key, f"{value}: NeMo-RL takes only {allowed}", fix={key: nearest[0]} if nearest else {})
 
 
 @rule(
@@ -81,23 +82,31 @@ def _misspelt_word(facts: RecipeFacts) -> Iterator[Hit]:
         if value in candidates or (accepted and value not in accepted):
             continue
         if _IMPORT.fullmatch(value):
-            if not _lacks_name(value, facts.nemo_rl):
-                continue
-            candidates = words_in_recipes(facts.nemo_rl).get(key.rpartition(".")[2], ())
-            if value.partition(".")[0] in ("nemo_rl", "examples") and not nearest_word(value, candidates):
-                yield Hit(key, f"{value}: NeMo-RL has no such name; give the path of one that can be imported")
-        if nearest := nearest_word(value, candidates):
+            lacks_name = _lacks_name(value, facts.nemo_rl)
+            module, _, name = value.rpartition(".")
+            names = [word.removeprefix(f"{module}.") for word in candidates if word.startswith(f"{module}.")]
+            nearest = [f"{module}.{each}" for each in nearest_word(name, names)]
+            if lacks_name or (lacks_name is None and nearest):
+                message = (
+                    f"{value}: {value.partition('.')[0]} has no such name; give the path of one that can be imported"
+                )
+                yield Hit(key, message, fix={key: nearest[0]} if nearest else {})
+        elif nearest := nearest_word(value, candidates):
             yield Hit(key, f"{value}: neither NeMo-RL's source nor its recipes have this word", fix={key: nearest[0]})
 
 
 def nearest_word(value: str, words: Collection[str]) -> list[str]:
     """Return the word of which a value may be a misspelling, in whatever case, or else an abbreviation; [] if none."""
+    # Of words with all parts of a value, as a_c_b has those of a_b, the shortest is meant.
+    parts = set(re.split(r"[_-]", value.lower()))
+    whole = [word for word in sorted(words) if len(parts) > 1 and parts <= set(re.split(r"[_-]", word.lower()))]
     distances = {word: _edit_distances(value.lower(), word.lower()) for word in sorted(words)}
-    errors = {word: each[-1] for word, each in distances.items()}
-    nearest = min(errors, key=errors.__getitem__, default="")
-    if nearest and errors[nearest] <= max(1, len(value) // _LETTERS_PER_ERROR):
-        return [nearest]
-    return [word for word, each in distances.items() if len(value) > 2 and min(each) <= len(value) // 5][:1]
+    fewest = min((each[-1] for each in distances.values()), default=0)
+    nearest = [word for word, each in distances.items() if each[-1] == fewest]
+    starts = [word for word, each in distances.items() if len(value) > 2 and min(each) <= len(value) // 5]
+    if not whole and fewest <= max(1, len(value) // _LETTERS_PER_ERROR):
+        return nearest[:1] if len({word.lower() for word in nearest}) == 1 else []
+    return sorted(whole, key=len)[:1] or starts[:1]
 
 
 def _edit_distances(first: str, second: str) -> list[int]:
@@ -113,14 +122,14 @@ def _edit_distances(first: str, second: str) -> list[int]:
     return rows[-1]
 
 
-def _lacks_name(path: str, checkout: Path) -> bool:
-    """Return True if NeMo-RL or an installed package does not have an import path, or its package is not installed."""
+def _lacks_name(path: str, checkout: Path) -> bool | None:
+    """Return True if NeMo-RL or an installed package does not have an import path, None if its package is not there."""
     package, *modules, name = path.split(".")
     spec = None if (checkout / package).is_dir() else importlib.util.find_spec(package)
     place = Path(next(iter(spec.submodule_search_locations or [""]), "")) if spec else None
     place = checkout / package if (checkout / package).is_dir() else place
     if place is None:
-        return True
+        return None
     for module in modules:
         place /= module
     file = next((each for each in (place.with_suffix(".py"), place / "__init__.py") if each.is_file()), None)

@@ -88,6 +88,7 @@ GSPO = {"loss_fn.name": "gspo", "loss_fn.token_level_loss": False}
 OLDER = {key: key in ("policy.router_replay.enabled", "policy.quant_cfg") for key in SETTING_READERS}
 NEWEST = dict.fromkeys(SETTING_READERS, True)
 
+DPO = {"dpo.max_num_steps": 9, "loss_fn": None}
 MATHS = {"dataset_name": "OpenMathInstruct-2"}
 FILES = {"dataset_name": "ResponseDataset", "data_path": "a.jsonl"}
 PADDING = "policy.make_sequence_length_divisible_by"
@@ -574,7 +575,6 @@ CASES = {
     "GM218": [
         ({**RANKED, SAVE_PERIOD: 25}, {**RANKED, SAVE_PERIOD: 20}),
         ({**RANKED, "grpo.val_period": 0}, {**RANKED, "grpo.val_period": 0, "grpo.val_at_end": True}),
-        ({**RANKED, "checkpointing.higher_is_better": False}, RANKED),
         ({**RANKED, SAVE_PERIOD: 25}, {**RANKED, SAVE_PERIOD: 25, METRIC: "train:reward"}),
         ({**RANKED, SAVE_PERIOD: 25}, {**RANKED, SAVE_PERIOD: 25, "checkpointing.keep_top_k": None}),
     ],
@@ -604,7 +604,9 @@ CASES = {
             ({STOP: "accuracy", THRESHOLD_OF_STOP: 90}, {STOP: metric, THRESHOLD_OF_STOP: limit})
             for metric, limit in (("accuracy", 0.9), ("avg_length", 90))
         ),
-        ({STOP: "reward", THRESHOLD_OF_STOP: 0.9}, {STOP: "reward", THRESHOLD_OF_STOP: 0.9, GYM: True}),
+        ({STOP: "accuracy", THRESHOLD_OF_STOP: 0.0}, {STOP: "accuracy", THRESHOLD_OF_STOP: 0.9}),
+        ({"data.max_input_seq_length": 16}, {"data.max_input_seq_length": 512}),
+        ({**RANKED, "checkpointing.higher_is_better": False}, RANKED),
     ],
     "GM227": [
         (
@@ -617,6 +619,7 @@ CASES = {
             {**ASYNC, "grpo.async_grpo.max_trajectory_age_steps": 4, IN_FLIGHT: True},
         ),
         ({PENALTY: 10.0}, {PENALTY: 0.05}),
+        ({RATE: 0.0}, {RATE: 1e-6}),
     ],
     "GM347": [
         ({"loss_fn.proximal_policy": "interpolated"}, {"loss_fn.proximal_policy": "recomputed"}),
@@ -624,6 +627,7 @@ CASES = {
         ({"loss_fn.denominator": "kept_in_loss", MASKS: [GEOMETRIC]}, {MASKS: [GEOMETRIC]}),
     ],
     "GM346": [
+        ({f"{VLLM}.pipeline_parallel_size": 2}, {f"{VLLM}.pipeline_parallel_size": 2, f"{VLLM}.async_engine": True}),
         ({**SINGLE_FITS, "async_rl.min_groups_for_streaming_train": 64}, SINGLE_FITS),
         ({**SINGLE_FITS, **SAVED, METRIC: "val:accuracy"}, {**SINGLE_FITS, **SAVED, METRIC: "train:loss"}),
         *(
@@ -738,7 +742,70 @@ CASES = {
         )
         for name in ("math_multi_reward", "my_own")
     ],
+    "GM352": [
+        ({"grpo": None, **section, **wrong}, {"grpo": None, **section, **right})
+        for section, wrong, right in (
+            (DPO, {PACKING: True}, {PACKING: False}),
+            ({**DPO, PACKING: False}, {"policy.dynamic_batching.enabled": True}, {}),
+            (
+                {**DPO, PACKING: False},
+                {"dpo.reference_policy_kl_penalty": 0.0},
+                {"dpo.reference_policy_kl_penalty": 0.1},
+            ),
+            ({**DPO, PACKING: False}, {"dpo.preference_loss_weight": 0}, {"dpo.sft_loss_weight": 0}),
+            (
+                {"loss_fn": {"kl_type": "mixed"}, "distillation.max_num_steps": 9},
+                {"loss_fn.mixed_kl_weight": 50},
+                {"loss_fn.mixed_kl_weight": 0.5},
+            ),
+        )
+    ]
+    + [
+        ({**common, **wrong}, {**common, **right})
+        for common, wrong, right in (
+            (
+                {FUSED: True, PACKING: False},
+                {"policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": True},
+                {},
+            ),
+            ({**DTENSOR, "data.default.processor": "vlm_hf_data_processor"}, {PACKING: True}, {PACKING: False}),
+            ({**DTENSOR_CP, PACKING: False}, {"data.default.processor": "vlm_hf_data_processor"}, {}),
+            ({**DTENSOR_CP, PACKING: False}, {MODEL: "google/gemma-3-1b-it"}, {MODEL: "google/gemma-2-2b"}),
+            (
+                {BACKEND: "sglang", "policy.generation.sglang_cfg.tp_size": 2},
+                {"policy.generation.sglang_cfg.sglang_server_config.num_gpus_per_engine": 4},
+                {"policy.generation.sglang_cfg.sglang_server_config.num_gpus_per_engine": 2},
+            ),
+            ({"env.should_use_nemo_gym": True}, {"policy.generation.top_k": 50}, {}),
+            ({"env.should_use_nemo_gym": True}, {"policy.generation.stop_strings": ["x"]}, {}),
+            (
+                {"data.default.env_name": "reward_model", "env.reward_model.resources.gpus_per_node": 1},
+                {"cluster.gpus_per_node": 1, "cluster.num_nodes": 1},
+                {"cluster.gpus_per_node": 2, "cluster.num_nodes": 1},
+            ),
+        )
+    ],
+    "GM355": [
+        (
+            {"grpo.max_num_steps": 20, "policy.megatron_cfg.scheduler.lr_warmup_iters": 50},
+            {"grpo.max_num_steps": 20, "policy.megatron_cfg.scheduler.lr_warmup_iters": 5},
+        ),
+        ({**VALIDATED, "grpo.max_num_steps": 5}, {**VALIDATED, "grpo.max_num_steps": 5, "grpo.val_at_end": True}),
+    ],
+    "GM353": [({**CARDS, PACKING: False, SCORING: 3}, {**CARDS, SCORING: 3, PACKING: True})],
+    "GM354": [
+        (
+            {"data.default.prompt_file": "examples/prompts/cot_math.txt", "reads": NEWEST},
+            {"data.default.prompt_file": "examples/prompts/cot.txt", "reads": NEWEST},
+        )
+    ],
     "GM351": [
+        (
+            {STOP: "reward", **VALIDATED, "reads": NEWEST},
+            {STOP: "accuracy", **VALIDATED, "reads": NEWEST},
+        )
+    ]
+    + [
         ({**SAVED, **VALIDATED, METRIC: wrong, "reads": NEWEST}, {**SAVED, **VALIDATED, METRIC: right, "reads": NEWEST})
         for wrong, right in (("val:acuracy", "val:pass_k"), ("train:rewards", "train:reward"), ("val:x", "train:a/b"))
     ],
@@ -751,8 +818,6 @@ CASES = {
         ({FUSED: True}, FUSED_FITS),
         ({**FUSED_FITS, CP: 2}, FUSED_FITS),
         ({**FUSED_FITS, TOP_P: 0.9}, {TOP_P: 0.9}),
-        # v0.7.0 has it under another name, for other losses; main does not read that name.
-        ({FUSED_BEFORE: True, PACKING: False, "reads": OLDER}, {FUSED_BEFORE: True, PACKING: False, "reads": NEWEST}),
         ({FUSED_BEFORE: True, PACKING: False}, FUSED_FITS),
     ],
     "GM309": [
@@ -952,7 +1017,6 @@ CASES = {
     "GM329": [
         ({**CARDS, f"{VLLM}.tensor_parallel_size": 3}, {**CARDS, f"{VLLM}.tensor_parallel_size": 4}),
         ({**CARDS, **APART, f"{VLLM}.tensor_parallel_size": 16}, {**CARDS, f"{VLLM}.tensor_parallel_size": 16}),
-        ({f"{VLLM}.pipeline_parallel_size": 2}, {f"{VLLM}.pipeline_parallel_size": 2, f"{VLLM}.async_engine": True}),
         (
             {f"{VLLM}.tensor_parallel_size": 4, f"{VLLM}.expert_parallel_size": 6},
             {f"{VLLM}.tensor_parallel_size": 4, f"{VLLM}.expert_parallel_size": 8},

@@ -113,8 +113,7 @@ def grpo_train():
 }
 USED_WORDS = """
 policy:
-  megatron_cfg: {moe_router_dtype: fp64}
-  moe:
+  megatron_cfg:
     moe_router_dtype: fp64
   optimizer:
     name: "torch.optim.AdamW"
@@ -133,6 +132,9 @@ def write_source(root: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
+    prompts = root / "examples" / "prompts"
+    prompts.mkdir(parents=True)
+    (prompts / "cot.txt").write_text("{}")
     used = root / "examples" / "used"
     used.mkdir(parents=True)
     (used / "words.yaml").write_text(USED_WORDS, encoding="utf-8")
