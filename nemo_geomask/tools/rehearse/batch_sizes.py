@@ -99,11 +99,12 @@ def learning_rate(facts: RecipeFacts) -> Iterator[Change]:
     """Yield the changes by which an update moves the policy enough for clip and KL to act on the next one."""
     why = "weights must move, or clip and KL would not act on what is compared"
     constant = {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0, "total_iters": 1}}
-    values: dict[str, object] = {"policy.optimizer.kwargs.lr": _LEARNING_RATE, "policy.scheduler": constant}
+    schedulers = [constant, {"milestones": []}]  # NeMo-RL refuses one without the list
+    values: dict[str, object] = {"policy.optimizer.kwargs.lr": _LEARNING_RATE, "policy.scheduler": schedulers}
     if facts.uses_megatron:
         section = "policy.megatron_cfg"
         names = {"optimizer.lr": _LEARNING_RATE, "scheduler.lr_warmup_iters": 0, "scheduler.lr_warmup_init": 0.0}
         values = {f"{section}.{name}": value for name, value in names.items()}
     for key, value in values.items():
         if (was := facts.get(key)) is not None:
-            yield Change(key, value, was, why, delete=isinstance(value, dict))
+            yield Change(key, value, was, why)

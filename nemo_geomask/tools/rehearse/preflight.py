@@ -121,7 +121,7 @@ class Preflight:
         self._is_judged = True
         self._detach()
         outcome = self._judge(events, sorted(steps))
-        lines = [f"preflight of {len(steps)} steps", *run_lines(outcome, self._folder), "", *verdict_lines(outcome)]
+        lines = [f"preflight of {len(steps)} steps", *run_lines(outcome), "", *verdict_lines(outcome)]
         lines += [*filter(None, [self._predicted]), *self._worst_tokens()]
         is_healthy = outcome.failure is None
         ends = "stopped" if self._always_stops or not is_healthy else "the run goes on, and nothing of it is left in it"

@@ -35,7 +35,7 @@ def as_text(rehearsal: Rehearsal) -> list[str]:
             lines += [f"    {place}{finding.rule.severity} {finding.rule.id} {finding.key}: {finding.message}"]
     if rehearsal.outcome is None or rehearsal.plan is None:
         return [*lines, "", "The recipe has errors; nothing was run."]
-    lines += run_lines(rehearsal.outcome, rehearsal.folder)
+    lines += run_lines(rehearsal.outcome, rehearsal.folder / "log.txt")
     lines += _control(rehearsal)
     lines += _resumed(rehearsal)
     lines += ["", "changed for the rehearsal:"]

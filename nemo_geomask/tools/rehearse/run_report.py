@@ -21,11 +21,11 @@ _REQUIREMENTS = ("ray", "vllm", "transformers")
 """Packages without which no rehearsal runs."""
 
 
-def run_lines(outcome: RunResult, folder: Path) -> Iterator[str]:
-    """Yield the lines on one run: its stages, its failure, the loss that trained and its metrics."""
+def run_lines(outcome: RunResult, log: Path | None = None) -> Iterator[str]:
+    """Yield the lines on one run: its stages, its failure with the file of its output, its loss and its metrics."""
     yield from (_stage(stage) for stage in outcome.stages)
     if outcome.failure is not None:
-        yield from ("", *_failure(outcome.failure, folder))
+        yield from ("", *_failure(outcome.failure, log))
     for unmet in outcome.unmet:
         if unmet is not outcome.failure:
             yield from ("", *sentence("also", unmet))
@@ -52,13 +52,14 @@ def absent_requirements() -> Iterator[str]:
         yield f"missing in this Python ({sys.executable}): {', '.join(absent)}; use the Python of NeMo-RL's environment"
 
 
-def _failure(failure: RunFailure, folder: Path) -> Iterator[str]:
+def _failure(failure: RunFailure, log: Path | None) -> Iterator[str]:
     yield from sentence(f"failed in {failure.stage}", failure)
     yield from absent_requirements()
     if failure.text != failure.error:
         yield ""
         yield from (f"  | {line}" for line in failure.text.rstrip().splitlines())
-    yield f"  the whole output is in {folder / 'log.txt'}"
+    if log is not None:
+        yield f"  the whole output is in {log}"
 
 
 def sentence(heading: str, failure: RunFailure) -> Iterator[str]:

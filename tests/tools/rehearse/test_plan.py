@@ -77,6 +77,10 @@ def test_a_control_moves_the_policy_before_its_second_update(planned):
         _, shrunk = planned(*overrides, "policy.train_global_batch_size=1024", control=True)
         assert (shrunk.get(key), shrunk.steps_per_rollout) == (3e-3, 2)
         assert planned(*overrides)[1].get(key) == 1e-6
+    warmup = "++policy.scheduler=[{name:torch.optim.lr_scheduler.LinearLR,kwargs:{total_iters:50}},{milestones:[]}]"
+    schedulers, milestones = planned(warmup, control=True)[1].get("policy.scheduler")  # the form that NeMo-RL accepts
+    assert schedulers["name"].endswith(".ConstantLR")
+    assert milestones == {"milestones": []}
 
 
 def test_several_optimiser_steps_stay_several(planned):

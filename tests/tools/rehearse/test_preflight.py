@@ -125,6 +125,7 @@ def test_a_fault_stops_the_run_with_its_reason(begun, capsys, planted, reason):
     out = capsys.readouterr().out
     assert reason in out
     assert "preflight FAILED; stopped" in out
+    assert "log.txt" not in out  # the user's launcher has the output
     assert Host.log() == "logged"
 
 
