@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.errors import ConfigError
+from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.tools.check import Layout, RecipeFacts, layout_keys, layout_of, trained_sections
 from nemo_geomask.tools.rehearse.batch_sizes import batch_sizes, learning_rate, rollouts_of, sequence_length
 from nemo_geomask.tools.rehearse.refusals import model_refusals, recipe_refusals
@@ -115,6 +115,12 @@ def plan(
         unrehearsed += (f"policy.generation.vllm_cfg.precision: {only_cache}",)
     v2 = "policy.dtensor_cfg._v2"
     uses_automodel = not facts.uses_megatron and facts.is_true(v2) and all(change.key != v2 for change in effective)
+    if not (gpus or facts.uses_megatron or uses_automodel) and model.stacks_experts:
+        message = (
+            "DTensor v1's workers send the experts of a tiny nemotron_h under names that vLLM skips; put Automodel on "
+            f"PYTHONPATH (or fetch NeMo-RL's submodules), and set {v2}: true"
+        )
+        raise ConfigError(Problem(("policy.model_name",), message))
     script = f"examples/run_{algorithm}.py"
     return Plan(
         tuple(effective),

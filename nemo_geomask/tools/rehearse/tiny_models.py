@@ -111,7 +111,7 @@ _SETTINGS_OF_TYPE: Mapping[str, Mapping[str, Any]] = {
 _PUBLISHED_KEYS: Mapping[str, Mapping[str, Any]] = {
     # By model type: keys that vLLM reads from a published config.json and that transformers' class does not declare.
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "glm4_moe_lite": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "glm4_moe_lite": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 1},
     "qwen3_5_text": {"mamba_ssm_dtype": "float32"},
     "qwen3_5_moe_text": {"mamba_ssm_dtype": "float32"},
     "minimax_m2": {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid", "rotary_dim": 32},
@@ -123,7 +123,6 @@ _LAYER_KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "qwen3_5_text": ("layer_types", ("linear_attention", "full_attention")),
     "qwen3_5_moe_text": ("layer_types", ("linear_attention", "full_attention")),
     "gemma4_text": ("layer_types", ("sliding_attention", "full_attention")),
-    "glm4_moe_lite": ("mlp_layer_types", ("dense", "sparse")),
 }
 _PATTERN = "hybrid_override_pattern"
 """Key of a published ``nemotron_h`` config.json that has a letter for each layer."""
@@ -166,6 +165,12 @@ class TinyModel:
     # keys of its configuration: tiny sizes, merged into the recipe's own config.json if there is one
     settings: Mapping[str, Any] = field(default_factory=dict)
     is_recurrent: bool = False  # True if a layer keeps a state from token to token, as Mamba's and linear attention do
+
+    @property
+    def stacks_experts(self) -> bool:
+        """True if transformers has all experts of a layer in one weight, and the published model's code has not."""
+        layers = self.settings.get("layers_block_type", ()), self.settings.get(_PATTERN, "")
+        return self.model_type == "nemotron_h" and ("moe" in layers[0] or "E" in layers[1])
 
 
 def tiny_model(name: str, layout: Layout, *, recipe: Path | None = None) -> TinyModel:

@@ -62,7 +62,9 @@ def test_a_name_that_is_like_another_architectures_is_not_taken_for_it(name):
     ],
 )
 def test_each_kind_of_layer_is_there_in_each_pipeline_stage(name, layers):
-    assert tiny_model(name, Layout(pp=2)).settings["layers_block_type"] == layers * 2
+    model = tiny_model(name, Layout(pp=2))
+    assert model.settings["layers_block_type"] == layers * 2
+    assert model.stacks_experts == ("moe" in layers)
 
 
 def test_deepseek_v3_has_its_scaled_positions_and_moonlight_none():

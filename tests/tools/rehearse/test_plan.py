@@ -83,6 +83,14 @@ def test_a_control_moves_the_policy_before_its_second_update(planned):
     assert milestones == {"milestones": []}
 
 
+def test_experts_that_v1_cannot_send_need_automodel(planned):
+    nemotron = "policy.model_name=nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "++policy.dtensor_cfg._v2=true"
+    assert planned(*nemotron, has_automodel=True)[0].uses_automodel
+    with pytest.raises(ConfigError, match="put Automodel on PYTHONPATH"):
+        planned(*nemotron, has_automodel=False)
+    assert planned("policy.model_name=nvidia/NVIDIA-Nemotron-Nano-12B-v2", has_automodel=False)[0].model.settings
+
+
 def test_several_optimiser_steps_stay_several(planned):
     assert planned()[1].steps_per_rollout == 2
     assert planned("policy.train_global_batch_size=1024")[1].steps_per_rollout == 1
@@ -362,7 +370,7 @@ def test_penalties_that_nemo_rl_refuses_without_nemo_gym_are_left_out(planned):
     ("model", "caching"), [("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", False), ("Qwen/Qwen3-0.6B", None)]
 )
 def test_recurrent_layers_cache_no_prefixes_on_cpus(planned, model, caching):
-    _, shrunk = planned(f"policy.model_name={model}")
+    _, shrunk = planned(f"policy.model_name={model}", "++policy.dtensor_cfg._v2=true")
     assert shrunk.get("policy.generation.vllm_cfg.enable_prefix_caching") is caching
     _, shrunk = planned(f"policy.model_name={model}", gpus=True)
     assert shrunk.get("policy.generation.vllm_cfg.enable_prefix_caching") is None
