@@ -91,6 +91,11 @@ class TestCommand:
         assert "0 errors, 0 warnings, 0 notes" in out
         assert "not checked without NeMo-RL's source (set NEMO_RL_ROOT to a checkout): GM004, GM005, GM006," in out
 
+    def test_an_asynchronous_recipe_says_how_old_its_samples_may_be(self, write, check):
+        settings = ("+grpo.async_grpo.enabled=true", "+grpo.async_grpo.max_trajectory_age_steps=2")
+        _, out, _ = check(write(base=BASE, child=CHILD), *settings)
+        assert "asynchronous: samples may be up to 2 weight updates older than the policy that they train" in out
+
     def test_an_inherited_typo_is_located_at_its_line(self, write, check):
         status, out, _ = check(write(base=BASE.replace("max: 5.0", "mx: 5.0"), child=CHILD))
         assert status == 2

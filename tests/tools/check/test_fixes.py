@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,13 +14,15 @@ from nemo_geomask.cli import main
 from nemo_geomask.config.conflicts import find_conflicts
 from nemo_geomask.config.loss_settings import LossSettings
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.recipe import nemo_rl_root, read_recipe
+from nemo_geomask.recipe import Recipe, nemo_rl_root, read_recipe
 from nemo_geomask.recipe import recipe_file as recipes
+from nemo_geomask.recipe.origins import Origins
 from nemo_geomask.recipe.yaml_edit import rename_in_text, set_in_text
-from nemo_geomask.tools.check import Finding, RecipeFacts, check
+from nemo_geomask.tools.check import RULES, Finding, RecipeFacts, check
 from nemo_geomask.tools.check.model_shapes import has_experts
 from nemo_geomask.tools.check.recipe_check import UNCHECKED_SECTIONS
 from nemo_geomask.tools.check.recipe_fixes import fix_recipe
+from nemo_geomask.tools.check.setting_author import user_keys
 from nemo_geomask.tools.check.source_words import words_in_source
 from nemo_geomask.tools.check.word_rules import nearest_word
 from nemo_geomask.yaml_text import inline_yaml
@@ -149,11 +152,15 @@ def test_a_misspelt_key_is_renamed_where_it_is_written(recipe):
         ("gea", "gae"),
         ("MathDS", ""),
         ("foo", ""),
+        ("hybrd", "hybridep"),
+        ("math_hf_processor", "math_hf_data_processor"),
+        ("k4", ""),  # as near to k1 as to k2
         ("OpenMathInstruct3", "OpenMathInstruct-2"),
     ],
 )
 def test_only_a_misspelling_has_a_nearest_word(value, word):
-    words = ("vllm", "gae", "math", "refcoco", "OpenMathInstruct-2", "openai_format")
+    words = ("vllm", "gae", "math", "refcoco", "OpenMathInstruct-2", "openai_format", "hybridep", "k1", "k2")
+    words += ("math_data_processor", "math_hf_data_processor")
     assert "".join(nearest_word(value, words)) == word
 
 
@@ -162,6 +169,13 @@ def test_a_key_has_the_words_of_its_own_section_registry_and_algorithm(tmp_path)
         "response.py": 'NAMES = {"a": 1}\ndef load(dataset_name):\n    return NAMES[dataset_name]\n',
         "preference_datasets.py": 'NAMES = {"b": 1}\ndef load(dataset_name):\n    return NAMES[dataset_name]\n',
         "plane.py": 'def start(data_plane):\n    assert data_plane["backend"] in ("nccl", "x")\n',
+        "loss.py": 'TRANSPORTS = Literal["nixl", "zmq"]\n'
+        "def kl(kl_type, transport):\n"
+        '    if kl_type == "k1":\n        return 1\n    elif kl_type == "k2":\n        return 2\n'
+        "    else:\n        raise ValueError\n"
+        "class PolicyLossFn:\n    def call(self, cfg):\n        kl(kl_type=self.reference_policy_kl_type)\n"
+        '        transport = cfg.get("refit_transport")\n'
+        '        if transport not in get_args(TRANSPORTS) and ":" not in transport:\n            raise ValueError\n',
         "grpo.py": 'def run(generation):\n    assert generation["backend"] in ("vllm", "sglang")\n'
         '    for metric_name in ("r",):\n        assert metric_name in ("reward", "loss")\n',
     }
@@ -176,6 +190,54 @@ def test_a_key_has_the_words_of_its_own_section_registry_and_algorithm(tmp_path)
     assert accepted("generation", "backend") == {"vllm", "sglang"}
     assert accepted("data_plane", "backend") == {"nccl", "x"}
     assert accepted("checkpointing", "metric_name") == set()
+    assert accepted("loss_fn", "reference_policy_kl_type") == {"k1", "k2"}
+    assert accepted("generation", "refit_transport") == {"nixl", "zmq"}
+
+
+def test_settings_in_a_list_that_an_override_sets_are_the_users(recipe):
+    override = "+policy.scheduler=[{name: torch.optim.X, kwargs: {T_max: 100}}]"
+    facts = RecipeFacts.from_recipe(read_recipe(recipe, [override]))
+    assert {"policy.scheduler[0].name", "policy.scheduler[0].kwargs.T_max"} <= {key for key, _ in user_keys(facts)}
+
+
+def test_the_fix_changes_what_the_user_has_just_set(recipe):
+    (recipe.parent / "parent.yaml").write_text(PARENT + "cluster: {gpus_per_node: 8}\n")
+    recipe.write_text("defaults: parent.yaml\npolicy: {draft: {enabled: true}, sequence_packing: {enabled: false}}\n")
+    packing = {"policy.sequence_packing.enabled": False}
+
+    def fixes(*overrides):
+        facts = RecipeFacts.from_recipe(read_recipe(recipe, overrides))
+        return [finding.fix for finding in check(facts).findings if finding.rule.id == "GM346"]
+
+    assert fixes() == []
+    assert fixes("policy.sequence_packing.enabled=true") == [packing]
+
+
+@given(
+    prompts=st.integers(1, 40),
+    responses=st.integers(1, 16),
+    batch=st.integers(1, 300),
+    micro=st.integers(1, 4),
+    gpus=st.integers(1, 9),
+)
+def test_one_fix_of_the_batch_suits_rollouts_and_ranks(prompts, responses, batch, micro, gpus):
+    policy = {"train_global_batch_size": batch, "train_micro_batch_size": micro, "dtensor_cfg": {"enabled": True}}
+    data = {
+        "policy": policy,
+        "loss_fn": {"name": "clipped_pg"},
+        "grpo": {"num_prompts_per_step": prompts, "num_generations_per_prompt": responses},
+        "cluster": {"gpus_per_node": gpus, "num_nodes": 1},
+    }
+
+    def batch_findings():
+        facts = RecipeFacts.from_recipe(Recipe(Path("recipe.yaml"), data, Origins({}), ()))
+        return [hit for rule in RULES if rule.id in ("GM306", "GM332") for hit in rule.check(facts)]
+
+    for finding in batch_findings()[:1]:
+        for key, value in finding.fix.items():
+            section, name = key.split(".")
+            data[section][name] = value
+    assert batch_findings() == []
 
 
 _CHOICES = {
