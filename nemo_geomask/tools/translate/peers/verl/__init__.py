@@ -40,7 +40,13 @@ def _convert(settings: PeerSettings) -> Conversion:
     elif settings[ACTOR + "use_rollout_log_probs"] and not bypass:
         text = "without effect at this commit; others of verl take the rollout's log-probs as old ones: remove it"
         yield Remark(f"use_rollout_log_probs: {text}", (ACTOR + "use_rollout_log_probs",))
-    program = settings[PROGRAM]
+    program, sync_steps = settings[PROGRAM], settings.number("async_training.trigger_parameter_sync_step")
+    if sync_steps > 1 and not bypass:
+        yield Remark(
+            "verl computes the old log-probs of trigger_parameter_sync_step training steps with the weights before the "
+            "first, NeMo-RL those of a batch: for the same ratio, a batch of NeMo-RL holds the prompts of "
+            f"{sync_steps:g} such steps."
+        )
     is_run = runs_v1(settings) and program is not None
     follows_v1 = mode in LOSS_MODES and settings["trainer.use_v1"] and (mode != "vanilla" or is_run)
     if bypass and program is not None and not follows_v1 and not is_plain_bypass(settings, mode):
@@ -89,6 +95,8 @@ def _convert(settings: PeerSettings) -> Conversion:
 
 _OWN_FILES = ("*_actor", "*_ref", "rollout", "hf_model", "legacy_data", "rollout_correction", "distillation")
 """Files of verl's configuration, besides its trainers', that Hydra's ``defaults`` name; they hold verl's defaults."""
+_FULLY_ASYNC = {RC + "bypass_mode": True, "async_training.trigger_parameter_sync_step": 4}
+"""Settings of the fully asynchronous trainers that differ from the main program's."""
 
 PEER = Peer(
     name="verl",
@@ -114,7 +122,7 @@ PEER = Peer(
         "verl.experimental.one_step_off_policy.main_ppo": {PROGRAM: "one_step_off"},
         "verl.experimental.fully_async_policy.fully_async_main": {
             PROGRAM: "fully_async",
-            RC + "bypass_mode": True,
+            **_FULLY_ASYNC,
         },
     },
     other_programs=("verl.trainer.sft_trainer*", "verl.trainer.main_generation*", "verl.trainer.main_eval"),
@@ -124,6 +132,6 @@ PEER = Peer(
         "legacy_reward_impl": {},
         **{name: {} for name in _OWN_FILES},
         "one_step_off_ppo_*trainer": {},
-        "fully_async_ppo_*trainer": {RC + "bypass_mode": True},
+        "fully_async_ppo_*trainer": _FULLY_ASYNC,
     },
 )
