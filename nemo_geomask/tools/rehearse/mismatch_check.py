@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from nemo_geomask.tools.diagnose import (
     UNSURE_LOGPROB,
     diagnose,
     find_run,
+    logit_noise,
     measure_gap,
     read_step,
     select_pairs,
@@ -31,10 +32,11 @@ from nemo_geomask.tools.diagnose import (
 from nemo_geomask.tools.rehearse.healthy_limits import HealthyLimits
 
 if TYPE_CHECKING:
-    from nemo_geomask.tools.diagnose import LogprobGap, RunFiles
+    from nemo_geomask.tools.diagnose import LogprobGap, LogprobPairs, RunFiles
 
 MIN_TOKENS = 24
 """Trained tokens below which the size of the mismatch is not judged."""
+_MIN_TOKENS_OF_SEQUENCE = 8  # below which a sequence has no typical token
 NONFINITE = "log-probs that are NaN or infinite"
 _FAULTS: Mapping[str, tuple[str, str, str]] = {
     # By the id of a cause of `diagnose` that needs neither many tokens nor a real model: fault, setting and way out.
@@ -75,7 +77,8 @@ class Mismatch:
 
     limits: HealthyLimits  # what is healthy
     gap: LogprobGap | None = None  # None if nothing was measured
-    noise_by_step: Mapping[int, float] = field(default_factory=dict)  # of a typical token, of steps with enough tokens
+    # by step, the noise of a typical token of the tenth of the sequences where it is largest
+    noise_by_step: Mapping[int, float] = field(default_factory=dict)
     # share of tokens with a log-prob of exactly 0 from one engine where the other is unsure, if both filter by top-p
     # or top-k. The gap is without them.
     outside: float = 0.0
@@ -185,8 +188,22 @@ def _measure(run: RunFiles, limits: HealthyLimits, *, is_filtered: bool) -> Mism
     is_outside = has_one_zero & is_filtered
     outside = float(is_outside.mean()) if len(gen) else 0.0
     measure = functools.partial(measure_gap, noise=limits.noise, far_noise=limits.far_noise)
-    noise = {step: measure(*pair).noise for step, pair in pairs.items() if len(pair[0]) >= MIN_TOKENS}
+    noise = {step: value for step, of in parts.items() if (value := _noise_of_worst_tenth(of)) is not None}
     return Mismatch(limits, measure(gen[~is_outside], trainer[~is_outside]), noise, outside)
+
+
+def _noise_of_worst_tenth(parts: Sequence[LogprobPairs]) -> float | None:
+    """Return a typical token's noise in the tenth of the sequences where it is largest; None if all are short.
+
+    What a few sequences have, such as those whose prompt was cached before a refit, hardly moves the median of all.
+    """
+    np: Any = importlib.import_module("numpy")
+    typical: list[float] = []
+    for pairs in parts:
+        sizes = logit_noise(pairs.second - pairs.first, pairs.first)
+        sequences = np.split(sizes, np.flatnonzero(np.diff(pairs.sequence)) + 1)
+        typical += [np.median(each) for each in sequences if len(each) >= _MIN_TOKENS_OF_SEQUENCE]
+    return float(np.quantile(typical, 0.9)) if typical else None
 
 
 def _explain(measured: Mismatch) -> Mismatch:

@@ -61,19 +61,16 @@ _SIZES: Mapping[str, Any] = {
     "bos_token_id": None,
     "max_window_layers": 2,
     # Experts.
-    "num_experts": 8,
-    "n_routed_experts": 8,
-    "num_local_experts": 8,
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 8),
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 64),
+    "moe_shared_expert_intermediate_size": 64,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
     "n_group": 2,
     "topk_group": 1,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
-    "moe_shared_expert_intermediate_size": 64,
     # Gemma 4.
     "global_head_dim": 32,
     "hidden_size_per_layer_input": 0,
@@ -90,11 +87,7 @@ _SIZES: Mapping[str, Any] = {
     "index_head_dim": 32,
     "index_topk": 32,
     # Latent attention.
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 32,
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 32),
     "num_nextn_predict_layers": 0,
 }
 _SETTINGS_OF_TYPE: Mapping[str, Mapping[str, Any]] = {
@@ -146,12 +139,7 @@ _VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (r"gemma-?4.*a\d+b", {"enable_moe_block": True, "top_k_experts": 2}),
 )
 _DROPPED_KEYS = (
-    "rope_scaling",
-    "rope_parameters",
-    "layer_types",
-    "quantization_config",
-    "dtype",
-    "torch_dtype",
+    *("rope_scaling", "rope_parameters", "layer_types", "quantization_config", "dtype", "torch_dtype"),
     "auto_map",
 )
 

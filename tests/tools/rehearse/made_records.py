@@ -62,6 +62,8 @@ def write_record(
         curr += 0.3 * torch.randn(curr.shape, generator=random)
     if fault == "shift":
         gen = gen.roll(1, dims=1)
+    elif fault == "stale prompt":
+        gen[:2] -= 0.5
     if fault in ("zero_prev", "zero_gen"):
         (prev if fault == "zero_prev" else gen)[0, PROMPT + int(prev[0, PROMPT:].argmin())] = 0.0
     if fault == "zeros_prev":

@@ -172,7 +172,9 @@ def test_an_engine_that_keeps_old_weights():
 def test_a_cache_from_before_a_refit():
     grown = Mismatch(LIMITS, noise_by_step={1: 0.0183, 2: 0.0594})
     (found,) = unmet(mismatch=grown)
-    assert found.error.startswith("the noise of step 2, 0.059, is 3 times that of step 1, though the engine holds")
+    assert found.error.startswith(
+        "the noise of the worst sequences of step 2, 0.059, is 3 times that of step 1's, though the"
+    )
     assert errors(mismatch=Mismatch(LIMITS, noise_by_step={1: 0.0183, 2: 0.0206, 3: 0.0225})) == []
     assert errors(mismatch=Mismatch(LIMITS, noise_by_step={1: 1e-6, 2: 1e-4})) == []
     stale = [refit(1), refit(2, "layers.0"), *map(proof, range(4))]

@@ -85,6 +85,15 @@ def test_an_fp8_cache_has_limits_of_its_own(tmp_path):
     assert healthy_limits("bfloat16", "fp8", experts=False) == DENSE  # fp8 weights, on a GPU: not measured
 
 
+def test_what_few_sequences_have_shows_in_the_noise_of_a_step(tmp_path):
+    """Such as those whose prompt was cached before the refit: the median of all tokens may hardly move."""
+    for step, fault in ((1, ""), (2, "stale prompt"), (3, "")):
+        write_record(tmp_path, step, fault)
+    noise = check_mismatch(tmp_path, DENSE).noise_by_step
+    assert noise[2] > 10 * noise[1]
+    assert noise[3] < 2 * noise[1]
+
+
 def test_noise_on_the_logits_is_divided_by_the_temperature(tmp_path):
     tempered = healthy_limits("bfloat16", "bfloat16", experts=False, temperature=0.5)
     assert (tempered.noise, tempered.far, tempered.far_noise) == (2 * DENSE.noise, DENSE.far, 2 * DENSE.far_noise)
