@@ -117,8 +117,8 @@ def plan(
     uses_automodel = not facts.uses_megatron and facts.is_true(v2) and all(change.key != v2 for change in effective)
     if not (gpus or facts.uses_megatron or uses_automodel) and model.stacks_experts:
         message = (
-            "DTensor v1's workers send the experts of a tiny nemotron_h under names that vLLM skips; put Automodel on "
-            f"PYTHONPATH (or fetch NeMo-RL's submodules), and set {v2}: true"
+            f"DTensor v1's workers send the experts of a tiny {model.model_type} under names that vLLM does not load; "
+            f"put Automodel on PYTHONPATH (or fetch NeMo-RL's submodules), and set {v2}: true"
         )
         raise ConfigError(Problem(("policy.model_name",), message))
     script = f"examples/run_{algorithm}.py"

@@ -156,9 +156,10 @@ class TinyModel:
 
     @property
     def stacks_experts(self) -> bool:
-        """True if transformers has all experts of a layer in one weight, and the published model's code has not."""
+        """True if transformers has all experts of a layer in one weight, which vLLM loads by the expert."""
         layers = self.settings.get("layers_block_type", ()), self.settings.get(_PATTERN, "")
-        return self.model_type == "nemotron_h" and ("moe" in layers[0] or "E" in layers[1])
+        has_experts = self.model_type == "nemotron_h" and ("moe" in layers[0] or "E" in layers[1])
+        return has_experts or self.model_type == "glm4_moe_lite"
 
 
 def tiny_model(name: str, layout: Layout, *, recipe: Path | None = None) -> TinyModel:

@@ -40,7 +40,9 @@ def write_record(
     logits = 2.0 * torch.randn(*shape, 128, generator=random)
     trainer = torch.log_softmax(logits, -1)
     sampler = torch.log_softmax(logits + noise * torch.randn(logits.shape, generator=random), -1)
-    if fault == "temperature":
+    if fault == "other model":
+        sampler = torch.log_softmax(logits + 2.0 * torch.randn(logits.shape, generator=random), -1)
+    elif fault == "temperature":
         sampler = torch.log_softmax(logits / 0.6, -1)
     elif fault == "top_p":
         order = sampler.argsort(-1, descending=True)

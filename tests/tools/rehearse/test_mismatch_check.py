@@ -35,6 +35,7 @@ def test_healthy_records(tmp_path):
     ("fault", "cause", "setting"),
     [
         ("temperature", "another temperature in the sampler", "policy.generation.temperature"),
+        ("other model", "a larger mismatch between sampler and trainer", "policy.precision, policy.generation"),
         ("top_p", "renormalised by top-p or top-k in the sampler only", "policy.generation.top_p"),
         ("shift", "shifted by one token", "policy.generation"),
         ("nan", "NaN or infinite", "policy.precision"),

@@ -84,10 +84,11 @@ def test_a_control_moves_the_policy_before_its_second_update(planned):
 
 
 def test_experts_that_v1_cannot_send_need_automodel(planned):
-    nemotron = "policy.model_name=nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "++policy.dtensor_cfg._v2=true"
-    assert planned(*nemotron, has_automodel=True)[0].uses_automodel
-    with pytest.raises(ConfigError, match="put Automodel on PYTHONPATH"):
-        planned(*nemotron, has_automodel=False)
+    for name in ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "zai-org/GLM-4.7-Flash"):
+        mixture = f"policy.model_name={name}", "++policy.dtensor_cfg._v2=true"
+        assert planned(*mixture, has_automodel=True)[0].uses_automodel
+        with pytest.raises(ConfigError, match="Automodel on PYTHONPATH"):
+            planned(*mixture, has_automodel=False)
     assert planned("policy.model_name=nvidia/NVIDIA-Nemotron-Nano-12B-v2", has_automodel=False)[0].model.settings
 
 

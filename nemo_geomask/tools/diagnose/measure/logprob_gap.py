@@ -38,7 +38,9 @@ class LogprobGap(NamedTuple):
     k3_error: float = 0.0  # its standard error, as of independent tokens
     above: float = 0.0  # share of tokens with Δ > 0 beyond healthy noise
     below: float = 0.0  # share of tokens with Δ < 0 beyond healthy noise
-    tilt: float = 0.0  # correlation of Δ with the second log-prob over tokens, as another temperature makes one
+    # correlation of Δ with a log-prob over tokens, the smaller one of both; 0 if they differ in sign, as they do where
+    # two distributions have little in common. Another temperature makes both.
+    tilt: float = 0.0
 
 
 def select_pairs(block: RecordBlock, first: str, second: str, is_counted: Array | None = None) -> LogprobPairs:
@@ -74,7 +76,7 @@ def measure_gap(first: Array, second: Array, *, noise: float, far_noise: float) 
         return LogprobGap()
     sizes = logit_noise(delta, first)
     is_large = sizes > noise
-    spread = float(np.std(delta) * np.std(second))
+    tilts = [_correlation(delta, side) for side in (first, second)]
     values = k3(delta)
     return LogprobGap(
         tokens=len(delta),
@@ -85,8 +87,13 @@ def measure_gap(first: Array, second: Array, *, noise: float, far_noise: float) 
         k3_error=float(values.std()) / len(values) ** 0.5,
         above=float((is_large & (delta > 0)).mean()),
         below=float((is_large & (delta < 0)).mean()),
-        tilt=float(np.mean((delta - delta.mean()) * (second - second.mean()))) / spread if spread else 0.0,
+        tilt=min(tilts, key=abs) if tilts[0] * tilts[1] > 0 else 0.0,
     )
+
+
+def _correlation(x: Array, y: Array) -> float:
+    spread = float(np.std(x) * np.std(y))
+    return float(np.mean((x - x.mean()) * (y - y.mean()))) / spread if spread else 0.0
 
 
 def shifted_share(pairs: LogprobPairs) -> float:
