@@ -48,12 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe",
         metavar="RECIPE.yaml",
-        help="use this recipe's loss_fn: its corrections are one candidate, its other settings apply to all candidates",
+        help="use this recipe's loss_fn: its corrections are one candidate, its other settings apply to all candidates "
+        "(default: the recorded loss_fn, or clipped_pg if none is recorded)",
     )
     parser.add_argument(
         "--recommend",
         action="store_true",
-        help="print only a loss_fn block: least bias, with a variance of at most 1.1 times that without correction",
+        help="print only a loss_fn block: least bias, with a variance of at most 1.1 times that without correction, "
+        "or 2 times if the bias may persist",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(

@@ -137,7 +137,7 @@ def arrow_schema(masks: Iterable[str] = (), facts: Mapping[str, Any] | None = No
         masks: labels of the masks; each gets a column ``removed.<label>``, True for the trained tokens it removes.
         facts: properties of the whole run, for JSON: ``settings`` of the loss, ``loop``, ``policy`` (``curr`` or
             ``prev``: the log-probs that masks on the current policy were evaluated on), ``experts`` of a layer of the
-            model (0 for none), versions.
+            model (0 for none), ``sampler`` and ``trainer``, the engines with their precision, versions.
 
     Raises:
         MissingDependencyError: pyarrow is not installed.

@@ -62,6 +62,17 @@ def _count_experts(policy: Any) -> dict[str, int]:
     return {"experts": next((count for count in counts if type(count) is int), 0)}
 
 
+def _describe_engines(policy: Any) -> dict[str, str]:
+    """Return ``sampler`` and ``trainer``, the engines with their precision; nothing if the policy's name none."""
+    try:
+        generation = policy.cfg["generation"]
+        backend = generation["backend"]
+        sampler = f"{backend} in {generation[f'{backend}_cfg']['precision']}"
+        return {"sampler": sampler, "trainer": str(policy.cfg["precision"])}
+    except (AttributeError, KeyError, TypeError):
+        return {}
+
+
 class StepRecorder:
     """Recorder of one policy's steps; errors are logged and fail no step.
 
@@ -71,7 +82,8 @@ class StepRecorder:
     """
 
     def __init__(self, policy: Any, config: LossConfig) -> None:
-        facts = {"nemo_rl": describe_version(), "policy_class": type(policy).__name__} | _count_experts(policy)
+        names = {"nemo_rl": describe_version(), "policy_class": type(policy).__name__}
+        facts = names | _describe_engines(policy) | _count_experts(policy)
         assert config.record is not None
         self._settings = config.record
         # A strong reference would keep the policy alive: training_step holds this recorder in a dictionary with weak

@@ -120,8 +120,12 @@ class Trainer:
         self._record_settings = loss.config.record
         self._flight_recorder: FlightRecorder | None = None
         if self._record_settings is not None and ranks.is_first:
-            experts = recipe.policy.model.num_experts
-            facts = {"loop": "lab", "sampler": self.sampler.name, "experts": experts}
+            facts = {
+                "loop": "lab",
+                "sampler": self.sampler.name,
+                "trainer": recipe.policy.precision,
+                "experts": recipe.policy.model.num_experts,
+            }
             self._flight_recorder = FlightRecorder(loss.config, facts=facts)
 
     def steps(self) -> Iterator[tuple[dict[str, float], Rollout]]:

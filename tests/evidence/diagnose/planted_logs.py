@@ -14,6 +14,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -245,13 +246,13 @@ def lay_out_turns(prompt_length: Array, response_length: Array, turns: Array) ->
     return np.concatenate(masks), np.concatenate(turn_numbers)
 
 
-def write_step(directory: Path, block: RecordBlock) -> Path:
+def write_step(directory: Path, block: RecordBlock, **facts: Any) -> Path:
     """Write the records of one step as the flight recorder would, and return the file.
 
     Raises: MissingDependencyError: pyarrow is missing.
     """
     arrow = require_arrow()
-    schema, offsets = arrow_schema(facts={"experts": EXPERTS}), arrow.array(block.offsets, arrow.int32())
+    schema, offsets = arrow_schema(facts={"experts": EXPERTS, **facts}), arrow.array(block.offsets, arrow.int32())
     table = {}
     for column in COLUMNS:
         column_type = schema.field(column.name).type

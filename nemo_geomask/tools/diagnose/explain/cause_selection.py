@@ -9,7 +9,7 @@ import numpy as np
 
 from nemo_geomask.tools.diagnose.explain.causes import CAUSES, DISTRIBUTION_CAUSES, NOISE_CAUSES, PLACES, Cause
 from nemo_geomask.tools.diagnose.explain.evidence import Detection, Evidence, MismatchSums
-from nemo_geomask.tools.diagnose.measure.thresholds import Estimate
+from nemo_geomask.tools.diagnose.measure.step_sums import Estimate
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 from nemo_geomask.tools.shared.intervals import percentile_interval
 

@@ -16,6 +16,7 @@ import numpy as np
 from nemo_geomask.tools.diagnose.explain.evidence import Detection, Evidence, MismatchSums
 from nemo_geomask.tools.diagnose.measure.token_table import TokenTable, sum_with_replicates
 from nemo_geomask.tools.diagnose.read.record_reader import Array
+from nemo_geomask.tools.shared.terminal_text import escape_line
 
 LARGE_NOISE_FACTORS = (8.0, 16.0, 32.0, 64.0)
 """A token's noise is large if it exceeds the median noise by one of these factors."""
@@ -78,6 +79,18 @@ def _reference(evidence: Evidence) -> str:
     if evidence.tokens_before is None:
         return "of bfloat16 against float32"
     return f"of {evidence.side_names[0]}" if evidence.against is not None else "before"
+
+
+def _recorded_engines(evidence: Evidence) -> str:
+    """Return what the records say of the engines, to follow a description."""
+    runs = {"": evidence.statistics, f"{evidence.against_name}: ": evidence.against}
+    texts = [
+        f"{run}{role} {' or '.join(sorted(map(escape_line, descriptions)))}"
+        for run, statistics in runs.items()
+        if statistics is not None
+        for role, descriptions in statistics.engines.items()
+    ]
+    return f"; recorded: {', '.join(texts)}" if texts else ""
 
 
 def _median_growth(evidence: Evidence) -> float:
@@ -194,7 +207,7 @@ def detect_precision(evidence: Evidence, threshold: float) -> Detection:
     )
     return Detection(
         growth,
-        f"the noise of a typical token is {growth:.1f} times that {_reference(evidence)}",
+        f"the noise of a typical token is {growth:.1f} times that {_reference(evidence)}{_recorded_engines(evidence)}",
         evidence.is_worse and growth > threshold,
         needs=_needs(evidence, is_beyond=growth > threshold),
         explained=explained,

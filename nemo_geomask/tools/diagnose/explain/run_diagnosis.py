@@ -10,7 +10,7 @@ from typing import NamedTuple
 from nemo_geomask.tools.diagnose.explain.cause_selection import ShownCause
 from nemo_geomask.tools.diagnose.explain.causes import Cause
 from nemo_geomask.tools.diagnose.explain.evidence import Detection, Evidence
-from nemo_geomask.tools.diagnose.locate.change_points import MIN_VALUES
+from nemo_geomask.tools.diagnose.locate.change_points import MIN_NOISE, MIN_SCORE, MIN_VALUES, find_change
 from nemo_geomask.tools.diagnose.measure.thresholds import IMMATERIAL_K3, Health, Reading
 
 NOTABLE_GROWTH, NOTABLE_SHARE = 4.0, 0.5
@@ -60,6 +60,25 @@ class RunDiagnosis:
     def cause(self) -> Cause | None:
         """The likely cause; None if nothing is wrong, or no known cause is shown."""
         return self.shown[0].cause if self.shown else None
+
+    @property
+    def trend(self) -> str:
+        """How k3 and the reward change over a run whose mismatch has not risen; empty if they don't clearly."""
+        if self.comparison is not None or self.evidence.onset is not None:
+            return ""
+        statistics, steps, changes = self.evidence.statistics, self.evidence.steps_after, []
+        for name, key, over in (("k3", "k3", "tokens"), ("the reward", "reward", "sequences_with_reward")):
+            values = [statistics.steps[step].mean(key, over) for step in steps]
+            change = find_change(values, MIN_NOISE * max(map(abs, values), default=0.0))
+            if change is None or abs(change.score) < MIN_SCORE:
+                continue
+            third = len(steps) // 3
+            first, last = (statistics.total(part).mean(key, over) for part in (steps[:third], steps[-third:]))
+            verb = "rises" if last > first else "falls"
+            changes.append(
+                f"{name} {verb} from {first:.2g} in the first {third} steps to {last:.2g} in the last {third}"
+            )
+        return "; ".join(changes)
 
     @property
     def sentence(self) -> str:

@@ -14,12 +14,13 @@ import numpy as np
 
 from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
 
-MIN_OTHERS = 8
-"""Number of other prompts' responses in the same context whose mean advantage predicts a response's."""
 MIN_SHARED = 0.5
-"""Share of the tokens after a reply whose reply must have so many others; if fewer, replies are classed by length."""
+"""Share of the tokens after a reply that other prompts' responses must have got, too; if less, its length counts."""
 MIN_STANDARD_ERRORS = 3.0
-"""What the length must predict beyond the number of the turn, in standard errors over prompts."""
+"""Half the width of an interval, and what a length must predict beyond the turn, in standard errors over prompts.
+
+Each pair of prompts enters twice, once for either prompt, so this is about 2.1 standard deviations of the estimate.
+"""
 PULL_EDGES = np.array([-1.0, -0.3, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0])
 """Edges between the bins of Δ over which :func:`pull` averages what other tokens of a response add to a coefficient."""
 
@@ -39,16 +40,17 @@ def explained_advantage(block: RecordBlock, is_trained: Array) -> Array | None:
     the mean over tokens is an unbiased estimate of E[V²] / E[A²]: 0 if the context tells nothing, whatever the noise.
 
     The context of a turn is the environment, the number of the turn, and its reply: the tokens between it and the turn
-    before. Rare replies are one context. If most replies are rare, the number of bits of their length takes their
-    place, if it predicts the advantage better than chance. Contexts of one block, so that learning does not blur them.
+    before. If no other prompt's response has the reply at this turn, those at other turns count; replies that no other
+    has are one context. If most replies are such, the number of bits of their length takes their place, if it predicts
+    the advantage better than chance. Contexts are of one block, so that learning does not blur them.
 
     Args:
         block: the records of one step, or of a part of it.
         is_trained: bool [N], the tokens that enter the loss.
 
     Returns:
-        0 for tokens that do not train. None if advantages or tokens were not recorded, or V is not identified: most
-        replies are rare, and their length does not predict the advantage.
+        0 for tokens that do not train. None if advantages or tokens were not recorded, or V is not identified: there is
+        one prompt, or most replies are rare and their length does not predict the advantage.
     """
     recorded, ids = block.tokens.get("advantages"), block.tokens.get("tokens")
     if recorded is None or ids is None or not is_trained.any():
@@ -63,17 +65,22 @@ def explained_advantage(block: RecordBlock, is_trained: Array) -> Array | None:
     tokens = np.bincount(turn[is_trained], minlength=len(starts))
     mean = np.bincount(turn, advantages, minlength=len(starts)) / np.maximum(tokens, 1)
     prompt = block.sequences["group"][owner[starts]]
-    has_reply, place, reply, length = _contexts(block, ids, owner, starts, ends)
+    has_reply, place, reply, anywhere, length = _contexts(block, ids, owner, starts, ends)
 
     def predict(context: Array) -> tuple[Array, Array]:
         sums, counts = _of_other_prompts(context, prompt, mean, tokens > 0)
-        return np.where(counts >= MIN_OTHERS, sums / np.maximum(counts, 1), 0.0), counts >= MIN_OTHERS
+        return sums / np.maximum(counts, 1), counts > 0
 
-    is_shared = predict(reply)[1] | ~has_reply
-    predicted, _ = predict(np.where(is_shared, reply, reply.max() + 1 + place))
+    alone, has_others = predict(place)
+    if not has_others.any():
+        return None
+    (here, is_here), (elsewhere, is_elsewhere) = predict(reply), predict(anywhere)
+    is_shared = is_here | is_elsewhere | ~has_reply
+    of_rare, _ = predict(np.where(is_shared, place.max() + 1, place))
+    predicted = np.where(is_here, here, np.where(is_shared, elsewhere, of_rare))
     after = tokens * has_reply
     if (after * is_shared).sum() < MIN_SHARED * after.sum():
-        alone, (by_length, is_known) = predict(place)[0], predict(length)
+        by_length, is_known = predict(length)
         predicted = np.where(is_known, by_length, alone)
         gains = np.bincount(prompt - prompt.min(), tokens * mean * (predicted - alone))
         if gains.sum() <= MIN_STANDARD_ERRORS * np.sqrt(np.square(gains).sum()):
@@ -93,17 +100,18 @@ def _of_other_prompts(context: Array, prompt: Array, mean: Array, is_used: Array
 
 
 def _contexts(block: RecordBlock, ids: Array, owner: Array, starts: Array, ends: Array) -> tuple[Array, ...]:
-    """Return whether turns follow a reply, and numbers of their place, with their reply, and with its length.
+    """Return whether turns follow a reply, and numbers of their place, reply there, reply anywhere, and length there.
 
     The place is the environment and the number of the turn. ``starts`` and ``ends`` are of the turns.
     """
     environment = block.sequences.get("environment", np.full(len(block), None, dtype=object))
     turn = np.arange(len(starts)) - np.searchsorted(owner[starts], owner[starts])
     before = np.where(turn > 0, np.concatenate([[0], ends[:-1]]), starts)
-    number_by_key: tuple[dict[object, int], ...] = ({}, {}, {})
+    number_by_key: tuple[dict[object, int], ...] = ({}, {}, {}, {})
     numbers = []
     places = zip(environment[owner[starts]].tolist(), turn.tolist(), strict=True)
     for place, begin, end in zip(places, before.tolist(), starts.tolist(), strict=True):
-        keys = place, (place, ids[begin:end].tobytes()), (place, (end - begin).bit_length())
+        text = ids[begin:end].tobytes()
+        keys = place, (place, text), (place[0], text), (place, (end - begin).bit_length())
         numbers.append([each.setdefault(key, len(each)) for each, key in zip(number_by_key, keys, strict=True)])
-    return turn > 0, *np.array(numbers, int).reshape(-1, 3).T
+    return turn > 0, *np.array(numbers, int).reshape(-1, 4).T

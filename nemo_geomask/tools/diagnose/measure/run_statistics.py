@@ -13,6 +13,8 @@ from nemo_geomask.tools.diagnose.measure.token_table import MAX_TOKENS, TokenTab
 
 WORST_COUNT = 8
 """Number of worst tokens, and of worst sequences, that are kept of a run."""
+ENGINES = ("sampler", "trainer")
+"""Facts of a record that describe an engine and its precision."""
 
 
 class WorstToken(NamedTuple):
@@ -45,6 +47,7 @@ class RunStatistics:
     steps: dict[int, StepSums] = field(default_factory=dict)
     tables: list[TokenTable] = field(default_factory=list)  # tables of the tokens without faults; see tokens
     experts: int | None = None  # number of experts of the model, 0 for none; None if nothing says it
+    engines: dict[str, set[str]] = field(default_factory=dict)  # descriptions by the keys of ENGINES
     # worst_tokens, worst_sequences: the WORST_COUNT worst tokens and sequences of the run, worst first
     worst_tokens: list[WorstToken] = field(default_factory=list)
     worst_sequences: list[WorstSequence] = field(default_factory=list)
@@ -62,6 +65,8 @@ class RunStatistics:
         if sum(len(table) for table in self.tables) > 2 * MAX_TOKENS:
             self.tables = [join_tables(self.tables)]
         self.experts = other.experts if self.experts is None else self.experts
+        for role, descriptions in other.engines.items():
+            self.engines.setdefault(role, set()).update(descriptions)
         self.worst_tokens = heapq.nlargest(WORST_COUNT, [*self.worst_tokens, *other.worst_tokens])
         self.worst_sequences = heapq.nlargest(WORST_COUNT, [*self.worst_sequences, *other.worst_sequences])
         self.files += other.files

@@ -12,7 +12,7 @@ from nemo_geomask.errors import DataError
 from nemo_geomask.recipe.input_limits import InputLimits, current_limits
 from nemo_geomask.records.record_checks import read_metadata
 from nemo_geomask.records.record_schema import CHECKSUM_KEY, FACTS_KEY
-from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
+from nemo_geomask.tools.diagnose.measure.run_statistics import ENGINES, RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_survey import survey_block
 from nemo_geomask.tools.diagnose.read.record_reader import RecordBlock, read_blocks
 from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, Tolerant, apply_to_record, map_records
@@ -23,17 +23,23 @@ def survey_file(path: Path, limits: InputLimits | None = None) -> RunStatistics:
     """Return the statistics of one record."""
     metadata = read_metadata(path)
     without_checksum = int(CHECKSUM_KEY.encode() not in metadata)
-    statistics = RunStatistics(files=1, without_checksum=without_checksum, experts=_read_experts(metadata))
+    facts = read_facts(metadata)
+    experts = facts.get("experts")
+    statistics = RunStatistics(
+        files=1,
+        without_checksum=without_checksum,
+        experts=experts if type(experts) is int else None,
+        engines={role: {text} for role in ENGINES if isinstance(text := facts.get(role), str)},
+    )
     for block in read_blocks(path, limits):
         statistics.add(survey_block(block))
     return statistics
 
 
-def _read_experts(metadata: Mapping[bytes, bytes]) -> int | None:
-    """Return the number of experts that a record says the model has; None if it does not say it."""
+def read_facts(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
+    """Return what a record's metadata say of the whole run."""
     facts = json.loads(metadata.get(FACTS_KEY.encode(), b"{}"))
-    experts = facts.get("experts") if isinstance(facts, dict) else None
-    return experts if type(experts) is int else None
+    return facts if isinstance(facts, dict) else {}
 
 
 def _leave_out(path: Path, error: Exception) -> RunStatistics:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from nemo_geomask.tools.diagnose.measure.context import PULL_EDGES
+from nemo_geomask.tools.diagnose.measure.context import MIN_STANDARD_ERRORS
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
@@ -77,18 +77,18 @@ ADVANTAGE_SUMS = ("ad", "an", "a2d2", "a2dn", "a2n2")
 
 The detector of a stale engine computes the correlation of Δ with the advantage from them.
 """
-PULL_SUMS = tuple(f"pull_{index}" for index in range(len(PULL_EDGES) + 1))
-"""Sums Σ s (1 − exp(Δ)) in the bins of Δ, s the share of the advantage that the context of a token explains."""
 CONTEXT_SUMS = (
     *("wrong_tokens", "wrong_tokens_good", "wrong_tokens_bad", "sequences_with_advantages"),
-    *("explained_tokens", "tokens_with_context", "sequences_with_context", *PULL_SUMS),
+    *("explained_tokens", "explained_squared", "tokens_with_context"),
+    *("pull", "pull_squared", "sequences_with_context"),
 )
 """Sums that tell the harm of a bias that persists; see :mod:`~nemo_geomask.tools.diagnose.measure.context`.
 
 ``wrong_tokens`` is Σ (1 − exp(Δ))₊ over tokens: the expected number of tokens that the training engine would not have
 sampled; ``good`` and ``bad`` are those with A > 0 and A < 0. ``explained_tokens`` is the sum of the share of the
-advantage that the context explains. It and the pull are over the steps in which that share is identified:
-``sequences_with_context`` are the sequences with an advantage other than 0 there.
+advantage that the context explains, s, and ``pull`` that of ½ s |1 − exp(Δ)|; ``squared`` are sums of the squares of
+what each prompt adds. They are over the steps in which s is identified: ``sequences_with_context`` are the sequences
+with an advantage other than 0 there.
 """
 SUMS = (*TOKEN_SUMS, *SEQUENCE_SUMS, *CHECK_SUMS, *FAULT_SUMS, *ADVANTAGE_SUMS, *CONTEXT_SUMS)
 """Order of the sums in :attr:`StepSums.sums`."""
@@ -98,6 +98,14 @@ BOOTSTRAP_SUMS = (
 )
 """Sums that have bootstrap replicates, in the order of the columns of :attr:`StepSums.bootstrap`."""
 _INDEX = {name: index for index, name in enumerate(SUMS)}
+
+
+class Estimate(NamedTuple):
+    """A value and the ends of its confidence interval; NaN where there is none."""
+
+    value: float
+    low: float
+    high: float
 
 
 def ratio_or_nan(numerator: float, denominator: float) -> float:
@@ -132,13 +140,18 @@ class StepSums:
         """Return a sum divided by another one, the number of trained tokens by default; NaN if that is 0."""
         return ratio_or_nan(self[name], self[over])
 
-    def advantage_explained(self) -> float:
+    def advantage_explained(self) -> Estimate:
         """Return the share of the mean square of the advantage that its context predicts; NaN where unidentified."""
-        return float(np.maximum(self.mean("explained_tokens", "tokens_with_context"), 0.0))
+        return self._over_prompts("explained_tokens", "explained_squared", "tokens_with_context")
 
-    def pull(self) -> float:
-        """Return ½ Σ |Σ s (1 − exp(Δ))| / responses, the inner sums over bins of Δ; NaN where s is not identified."""
-        return ratio_or_nan(sum(abs(self[name]) for name in PULL_SUMS) / 2, self["sequences_with_context"])
+    def pull(self) -> Estimate:
+        """Return ½ Σ s |1 − exp(Δ)| / responses; NaN where s is not identified."""
+        return self._over_prompts("pull", "pull_squared", "sequences_with_context")
+
+    def _over_prompts(self, name: str, squared: str, over: str) -> Estimate:
+        value = self.mean(name, over)
+        width = MIN_STANDARD_ERRORS * ratio_or_nan(math.sqrt(self[squared]), self[over])
+        return Estimate(value, value - width, value + width)
 
     def removed_share(self, label: str, of: Literal["tokens", "capped_abs"] = "tokens") -> float:
         """Return the share that a mask removes of the trained tokens, or of their mismatch; NaN if not recorded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nemo_geomask.tools.diagnose.measure.bootstrap_draws import poisson_draws
-from nemo_geomask.tools.diagnose.measure.context import explained_advantage, pull_bins
+from nemo_geomask.tools.diagnose.measure.context import explained_advantage
 from nemo_geomask.tools.diagnose.measure.logprob_checks import UNSURE_LOGPROB, LogprobFaults, find_faults, find_shifts
 from nemo_geomask.tools.diagnose.measure.logprob_gap import logit_noise
 from nemo_geomask.tools.diagnose.measure.run_statistics import WORST_COUNT, RunStatistics, WorstSequence, WorstToken
@@ -13,7 +13,6 @@ from nemo_geomask.tools.diagnose.measure.step_sums import (
     BOOTSTRAP_REPLICATES,
     BOOTSTRAP_SUMS,
     FAULTS,
-    PULL_SUMS,
     TOKEN_SUMS,
     StepSums,
 )
@@ -179,12 +178,14 @@ def _sum_contexts(sums: StepSums, trained: TrainedTokens) -> None:
     explained = explained_advantage(trained.block, is_trained)
     if explained is None:
         return
-    sums["tokens_with_context"], sums["explained_tokens"] = float(len(wrong)), float(explained.sum())
+    explained = explained[trained.index]
+    sums["tokens_with_context"] = float(len(wrong))
     sums["sequences_with_context"] = float(len(np.unique(trained.sequence[trained.advantages != 0])))
-    lacking = explained[trained.index] * (1 - trained.values["weight"])
-    bins = pull_bins(trained.values["delta"], lacking, np.zeros(len(lacking), int), 1)[0]
-    for name, value in zip(PULL_SUMS, bins.tolist(), strict=True):
-        sums[name] = value
+    # Σ s of tokens with the same Δ estimates a mean of V², so it is not negative, and needs no absolute value.
+    pull = explained * np.abs(1 - trained.values["weight"]) / 2
+    prompt = np.unique(trained.block.sequences["group"][trained.sequence], return_inverse=True)[1].ravel()
+    for name, squared, values in (("explained_tokens", "explained_squared", explained), ("pull", "pull_squared", pull)):
+        sums[name], sums[squared] = float(values.sum()), float(np.square(np.bincount(prompt, values)).sum())
 
 
 def _sum_masks(sums: StepSums, trained: TrainedTokens) -> None:

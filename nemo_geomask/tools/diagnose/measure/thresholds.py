@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
+from nemo_geomask.tools.diagnose.measure.step_sums import Estimate, StepSums
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
 Health = Literal["healthy", "drifting", "broken"]
@@ -25,14 +25,6 @@ IMMATERIAL_K3 = 1e-5
 
 The typical weight exp(Δ) is then within √(2 · 1e-5), or half a percent, of 1.
 """
-
-
-class Estimate(NamedTuple):
-    """A value and the ends of its confidence interval over sequences; NaN where there is none."""
-
-    value: float
-    low: float
-    high: float
 
 
 class Reading(NamedTuple):
@@ -209,12 +201,12 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity(
         "advantage explained",
         "share of the mean square of A that its context predicts: environment, turn and the reply before it",
-        StepSums.advantage_explained,
+        lambda sums: sums.advantage_explained().value,
     ),
     Quantity(
         "pull",
-        "½ Σ |Σ s (1 − exp(Δ))|, mean over responses with A ≠ 0, inner sums over bins of Δ; s: share of A explained",
-        StepSums.pull,
+        "½ Σ s |1 − exp(Δ)|, mean over responses with A ≠ 0; s: share of A explained",
+        lambda sums: sums.pull().value,
     ),
 )
 """Quantities of a run, in the order of the table."""

@@ -23,7 +23,13 @@ from nemo_geomask.losses.prestep import valid_counts
 from nemo_geomask.records.flight import COLUMN_BATCH_KEYS
 from nemo_geomask.tools.diagnose.measure.context import PULL_EDGES, explained_advantage, pull_bins
 from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
-from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES, NO_CORRECTION, RECIPE_SOURCE, Candidate
+from nemo_geomask.tools.diagnose.report.sweep_candidates import (
+    CANDIDATES,
+    NO_CORRECTION,
+    RECIPE_SOURCE,
+    RUN_SOURCE,
+    Candidate,
+)
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
 REPLICATES = 100
@@ -157,7 +163,7 @@ def select_compatible(
             _build_candidate_loss(candidate, base)
             compatible.append(candidate)
         except ConfigError as error:
-            if candidate is NO_CORRECTION or candidate.source == RECIPE_SOURCE:
+            if candidate is NO_CORRECTION or candidate.source in (RECIPE_SOURCE, RUN_SOURCE):
                 raise
             errors[candidate.name] = str(error)
     return compatible, errors

@@ -164,6 +164,8 @@ def _print_verdicts(verdicts: RunVerdicts, options: DiagnoseOptions) -> None:
             print(f"  {line}")
         if may_do_harm(run.diagnosis.evidence.sums_after):
             print(f"  bias: {explain_harm(run.diagnosis.evidence.sums_after)}")
+        if run.diagnosis.trend:
+            print(f"  trend: {run.diagnosis.trend}")
         for note in run.diagnosis.evidence.statistics.file_notes:
             print(f"  files: {escape_line(note)}")
     for folder, verdict in verdicts.fallbacks.items():

@@ -15,8 +15,8 @@ import numpy as np
 
 from nemo_geomask.tools.diagnose.explain.run_diagnosis import RunDiagnosis
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
-from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
-from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS, QUANTITIES, Estimate, HealthLimit, Quantity
+from nemo_geomask.tools.diagnose.measure.step_sums import Estimate, StepSums
+from nemo_geomask.tools.diagnose.measure.thresholds import HEALTH_LIMITS, QUANTITIES, HealthLimit, Quantity
 from nemo_geomask.tools.shared.palette import CONTRASTING_COLOURS
 
 MAX_POINTS = 240

@@ -111,6 +111,7 @@ class SweepJson(TypedDict):
 
     version: Literal[1]
     run: str
+    objective: Annotated[str, Field(description="The objective that is judged, and where its settings are from.")]
     steps: list[int]
     left_out: dict[str, int]
     damaged_files: dict[str, str]

@@ -87,8 +87,13 @@ def diagnosis_tables(
 
 def _number_table(diagnosis: RunDiagnosis) -> Table:
     """Return the table of the numbers with health limits, the other quantities, and the shares that masks removed."""
-    before, after = diagnosis.evidence.sums_before, diagnosis.evidence.sums_after
-    sides = [after] if before is None else [before, after]
+    evidence = diagnosis.evidence
+    before, after = evidence.sums_before, evidence.sums_after
+    sides, names = ([after] if before is None else [before, after]), evidence.side_names
+    if before is None and diagnosis.counted_steps < len(evidence.steps_after):
+        # The verdict is read over the last steps alone, so they stand beside all of them.
+        sides.append(evidence.statistics.total(evidence.steps_after[-diagnosis.counted_steps :]))
+        names = names[1], f"last {diagnosis.counted_steps}"
     rows: list[tuple[Any, ...]] = []
     for number in (*HEALTH_LIMITS, *QUANTITIES):
         estimates = [number.estimate(sums) for sums in sides]
@@ -111,8 +116,9 @@ def _number_table(diagnosis: RunDiagnosis) -> Table:
         decisive = [name for name, reading in diagnosis.readings.items() if reading.health == diagnosis.health]
         decided = ", ".join(decisive) or "the cause or the change alone, as no number is that far beyond its limit"
         title += f"; {diagnosis.health} by {decided}"
-    names = diagnosis.evidence.side_names[-len(sides) :]
-    return Table("numbers", title, ("", *names, CONFIDENCE_LABEL, "drifting | broken", "definition"), rows)
+    return Table(
+        "numbers", title, ("", *names[-len(sides) :], CONFIDENCE_LABEL, "drifting | broken", "definition"), rows
+    )
 
 
 def _cause_table(diagnosis: RunDiagnosis) -> Table:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_geomask.config.presets import PUBLISHED_SETTINGS
+from nemo_geomask.errors import ConfigError, Problem
+from nemo_geomask.losses import build_loss
+from nemo_geomask.objectives.registry import LOSSES
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ CANDIDATES: tuple[Candidate, ...] = (
 )
 """Candidates with bounds that other systems and papers use."""
 
-RECIPE_SOURCE = "the recipe"
-""":attr:`Candidate.source` of the recipe's own corrections."""
+RECIPE_SOURCE, RUN_SOURCE = "the recipe", "the run"
+""":attr:`Candidate.source` of the recipe's own corrections, and of those that the records are of."""
 
 _GRID = "grid"
 GRID: tuple[Candidate, ...] = (
@@ -96,8 +99,39 @@ CORRECTION_FIELDS = (
 """Fields of ``loss_fn`` that correct the mismatch; the other fields are the base, which all candidates share."""
 
 
-def split_recipe_loss(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Candidate | None]:
-    """Split a recipe's ``loss_fn`` into the base and a candidate with its corrections; None if it has none."""
+_NOT_REPLAYED = ("record", "compile", "metrics", "compare_ranks", "logprob_backend")
+"""Fields of ``loss_fn`` that change no gradient."""
+
+
+def recorded_loss(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``loss_fn`` that a record was trained with, without defaults; empty if its facts name none.
+
+    Raises: ConfigError: it is not a loss of this package, and a record starts no code of others; or it is not valid.
+    """
+    recorded = facts.get("settings")
+    if not isinstance(recorded, dict):
+        return {}
+    name, options = recorded.get("name"), recorded.get("options")
+    if not isinstance(name, str) or not LOSSES.is_built_in(name):
+        raise ConfigError(
+            Problem(("loss_fn.name",), f"the records are of {name!r}, which is no loss of this package; give --recipe")
+        )
+    # The settings in force, with the objective's own.
+    implied = build_loss({"name": name, "options": options or {}}).config.model_dump(mode="json")
+    settings = {
+        key: value
+        for key, value in recorded.items()
+        if key in ("name", "options") or (key not in _NOT_REPLAYED and implied.get(key, ...) != value)
+    }
+    if "masks" in settings:
+        settings["masks"] = settings["masks"][len(implied["masks"]) :]
+    if not settings["options"]:
+        del settings["options"]
+    return settings
+
+
+def split_loss(settings: Mapping[str, Any], source: str) -> tuple[dict[str, Any], Candidate | None]:
+    """Split a ``loss_fn`` into the base and a candidate with its corrections; None if it has none."""
     base = {key: value for key, value in settings.items() if key not in CORRECTION_FIELDS}
     corrections = {key: value for key, value in settings.items() if key in CORRECTION_FIELDS}
-    return base, Candidate("the recipe's own", corrections, RECIPE_SOURCE) if corrections else None
+    return base, Candidate(f"{source}'s own", corrections, source) if corrections else None

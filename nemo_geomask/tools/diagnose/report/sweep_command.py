@@ -13,8 +13,9 @@ from torch import Tensor
 from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.losses import build_loss
 from nemo_geomask.recipe import read_recipe
+from nemo_geomask.records.record_checks import read_metadata
 from nemo_geomask.tools.diagnose.explain.verdict import diagnose
-from nemo_geomask.tools.diagnose.measure.run_survey import read_step, survey_run
+from nemo_geomask.tools.diagnose.measure.run_survey import read_facts, read_step, survey_run
 from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
 from nemo_geomask.tools.diagnose.measure.thresholds import MAX_PULL, MIN_SEQUENCES
 from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, find_run
@@ -22,10 +23,18 @@ from nemo_geomask.tools.diagnose.report import correction_sweep
 from nemo_geomask.tools.diagnose.report.correction_sweep import DEFINITIONS, CandidateOutcome
 from nemo_geomask.tools.diagnose.report.json_formats import CandidateJson, MeasureJson, SweepJson
 from nemo_geomask.tools.diagnose.report.report_tables import print_tables
-from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES, GRID, split_recipe_loss
+from nemo_geomask.tools.diagnose.report.sweep_candidates import (
+    CANDIDATES,
+    GRID,
+    RECIPE_SOURCE,
+    RUN_SOURCE,
+    recorded_loss,
+    split_loss,
+)
 from nemo_geomask.tools.diagnose.report.sweep_tables import explain_harm, sweep_table
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, to_json
 from nemo_geomask.tools.shared.progress_bar import track
+from nemo_geomask.tools.shared.terminal_text import escape_line
 from nemo_geomask.yaml_text import inline_yaml
 
 _WRONG_LOGPROBS = (
@@ -39,6 +48,8 @@ MAX_VARIANCE, MAX_VARIANCE_OF_HARM = 1.1, 2.0
 
 A bias that persists does harm that no smaller step mends; a larger variance costs time.
 """
+SMALL_GAIN = 0.8
+"""Share of the bias, or pull, without correction above which a recommended candidate is said to help little."""
 
 
 def run_sweep(
@@ -55,8 +66,9 @@ def run_sweep(
 ) -> str:
     """Replay a run's batches under every candidate, and print the effect of each.
 
-    The arguments are those of ``nemo-geomask sweep``: its steps are spread evenly over the run, or the last ones; the
-    ``loss_fn`` of ``recipe`` has the settings that all candidates share, and its corrections are a candidate.
+    The arguments are those of ``nemo-geomask sweep``: its steps are spread evenly over the run, or the last ones. The
+    ``loss_fn`` of ``recipe``, or else the recorded one, has the settings that all candidates share, and its corrections
+    are a candidate.
 
     Returns:
         Why no candidate is recommended; empty if one is.
@@ -69,26 +81,33 @@ def run_sweep(
     if step_count < 1:
         raise ConfigError(f"--steps {step_count} must be at least 1")
     run = find_run(directory, skip_damaged=skip_damaged)
-    base: dict[str, Any] = {}
     candidates = [*CANDIDATES, *(GRID if include_grid else ())]
-    if recipe is not None:
-        settings = read_recipe(recipe, leave=("data", "env", "logger")).data.get("loss_fn") or {}
-        base, recipe_candidate = split_recipe_loss(settings)
-        if recipe_candidate is not None:
-            candidates.insert(1, recipe_candidate)
-    candidates, incompatible = correction_sweep.select_compatible(candidates, base)
     batches = _StepBatches(run, _choose_steps(run.steps, step_count, last_steps_only), cache)
+    if recipe is None:
+        recorded = _recorded_loss(run, batches.steps)
+        base, own = split_loss(recorded, RUN_SOURCE)
+        origin = "as recorded" if recorded else "NeMo-RL's default, as the records name none; --recipe names another"
+    else:
+        settings = read_recipe(recipe, leave=("data", "env", "logger")).data.get("loss_fn") or {}
+        base, own = split_loss(settings, RECIPE_SOURCE)
+        others = _recorded_names(run, batches.steps) - {base.get("name", "clipped_pg")}
+        origin = "of the recipe" + (f"; the records are of {', '.join(sorted(others))}" if others else "")
+    if own is not None:
+        candidates.insert(1, own)
+    candidates, incompatible = correction_sweep.select_compatible(candidates, base)
+    objective = f"{base.get('name', 'clipped_pg')} ({origin})"
     sums = _check_logprobs(run, batches.steps, cache)
     steps = track(batches, len(batches.steps), "replaying steps")
     outcomes = correction_sweep.replay(steps, candidates, base, at=at)
     reason = explain_no_recommendation(outcomes)
-    best, block = (None, "") if reason else recommend(outcomes, base)
+    best, block = (None, "") if reason else recommend(outcomes, base, objective)
     decisive = deciding_measure(outcomes)
     front = {id(outcome) for outcome in pareto_front(outcomes, decisive)}
     with_gradient = outcomes[0].tokens
     values: SweepJson = {
         "version": JSON_VERSION,
         "run": str(run.directory),
+        "objective": objective,
         "steps": batches.steps,
         "left_out": {str(step): count for step, count in batches.left_out.items()},
         "damaged_files": {str(path): message for path, message in batches.damaged.items()},
@@ -99,7 +118,7 @@ def run_sweep(
         "no_recommendation": reason,
         "decided_by": decisive,
         "wrong_tokens": sums.mean("wrong_tokens", "sequences_with_advantages"),
-        "advantage_explained": sums.advantage_explained(),
+        "advantage_explained": sums.advantage_explained().value,
         "definitions": DEFINITIONS,
         "tokens": {"with_gradient": with_gradient, "trained": with_gradient + outcomes[0].silent_tokens},
         "candidates": [_outcome_json(outcome, on_front=id(outcome) in front) for outcome in outcomes],
@@ -115,6 +134,31 @@ def run_sweep(
     if block and output != "json":
         print(block)
     return reason
+
+
+def _facts(run: RunFiles, steps: Sequence[int]) -> Iterator[dict[str, Any]]:
+    return (read_facts(read_metadata(path)) for path in run.paths(steps))
+
+
+def _recorded_names(run: RunFiles, steps: Sequence[int]) -> set[str]:
+    settings = (facts.get("settings") for facts in _facts(run, steps))
+    return {escape_line(str(values.get("name"))) for values in settings if isinstance(values, dict)}
+
+
+def _recorded_loss(run: RunFiles, steps: Sequence[int]) -> dict[str, Any]:
+    """Return the ``loss_fn`` that the steps were trained with; empty if the records name none.
+
+    Raises: ConfigError: it is not the same in all steps, not valid, or not of this package.
+    """
+    different: list[dict[str, Any]] = []
+    for facts in _facts(run, steps):
+        if (settings := recorded_loss(facts)) not in different:
+            different.append(settings)
+    if len(different) > 1:
+        raise ConfigError(
+            f"{run.directory}: the steps are of different loss_fn; give --recipe, or fewer --steps with --last"
+        )
+    return different[0] if different else {}
 
 
 def _check_logprobs(run: RunFiles, steps: Sequence[int], cache: Path | None) -> StepSums:
@@ -175,7 +219,7 @@ def deciding_measure(outcomes: Sequence[CandidateOutcome]) -> Literal["pull", "b
 
 
 def _max_variance(outcomes: Sequence[CandidateOutcome]) -> float:
-    return MAX_VARIANCE if outcomes[0].interval("pull")[0] <= MAX_PULL else MAX_VARIANCE_OF_HARM
+    return MAX_VARIANCE if outcomes[0].interval("pull")[1] <= MAX_PULL else MAX_VARIANCE_OF_HARM
 
 
 def pareto_front(
@@ -216,13 +260,14 @@ def explain_no_recommendation(outcomes: Sequence[CandidateOutcome]) -> str:
 
 
 def recommend(
-    outcomes: Sequence[CandidateOutcome], base: Mapping[str, Any] | None = None
+    outcomes: Sequence[CandidateOutcome], base: Mapping[str, Any] | None = None, objective: str = "clipped_pg"
 ) -> tuple[CandidateOutcome, str]:
     """Return the best outcome and the ``loss_fn`` block that sets its candidate.
 
     The best candidate has the least pull or bias of those that skip no step and whose variance is at most
     the allowed one, judged by the upper end of its interval. If its bias is within the interval of the bias
-    without correction, which is the first outcome, that one is returned. ``base`` has the settings that all share.
+    without correction, which is the first outcome, that one is returned. ``base`` has the settings that all share, and
+    ``objective`` says what they train.
     """
     uncorrected, decisive = outcomes[0], deciding_measure(outcomes)
     allowed = [
@@ -235,10 +280,12 @@ def recommend(
     best = min(allowed, key=lambda outcome: (outcome.value(decisive), outcome.value("variance")), default=uncorrected)
     if best.value(decisive) >= uncorrected.interval(decisive)[0]:
         best = uncorrected
-    return best, format_loss_block(best, outcomes, base or {})
+    return best, format_loss_block(best, outcomes, base or {}, objective)
 
 
-def format_loss_block(best: CandidateOutcome, outcomes: Sequence[CandidateOutcome], base: Mapping[str, Any]) -> str:
+def format_loss_block(
+    best: CandidateOutcome, outcomes: Sequence[CandidateOutcome], base: Mapping[str, Any], objective: str = "clipped_pg"
+) -> str:
     """Return the YAML of a ``loss_fn`` with the base's and a candidate's settings, and its measures as comments."""
 
     def percent(outcome: CandidateOutcome, measure: str) -> str:
@@ -247,10 +294,14 @@ def format_loss_block(best: CandidateOutcome, outcomes: Sequence[CandidateOutcom
 
     low, high = best.interval("variance")
     decisive = deciding_measure(outcomes)
+    is_small = outcomes[0].candidate is not best.candidate and best.value(decisive) > SMALL_GAIN * outcomes[0].value(
+        decisive
+    )
+    small = ": a correction hardly helps this objective" if is_small else ""
     pulls = [f"{outcome.value('pull'):.3g}" for outcome in (best, outcomes[0])]
     lines = [
-        f"# {best.candidate.name} ({best.candidate.source}), of {len(outcomes)} candidates:",
-        f"# bias of the gradient {percent(best, 'bias')}; without correction {percent(outcomes[0], 'bias')}",
+        f"# {best.candidate.name} ({best.candidate.source}), of {len(outcomes)} candidates, for {objective}:",
+        f"# bias of the gradient {percent(best, 'bias')}; without correction {percent(outcomes[0], 'bias')}{small}",
         f"# variance {best.value('variance'):.3g} ({low:.3g} to {high:.3g}) times that without correction; "
         f"{_max_variance(outcomes):g} times is allowed",
         *([f"# pull, the bias that persists: {pulls[0]}; without correction {pulls[1]}"] if decisive == "pull" else []),

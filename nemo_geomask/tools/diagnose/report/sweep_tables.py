@@ -36,27 +36,38 @@ def sweep_table(sweep: SweepJson) -> Table:
 
 def explain_harm(sums: StepSums) -> str:
     """Return what the sums of some steps tell of the bias that persists."""
-    wrong, pull = sums.mean("wrong_tokens", "sequences_with_advantages"), sums.pull()
+    wrong, pull, explained = _wrong_tokens(sums), sums.pull(), sums.advantage_explained()
     if math.isnan(wrong):
         return "The records do not tell whether the bias persists: they hold no advantages, or no trained token."
     text = f"A response has {wrong:.2g} tokens that the training engine would not have sampled"
-    if math.isnan(pull):
-        return f"{text}. Whether training is pulled to them is not testable: replies are unique, or too few share one."
-    text += f", and the recorded context predicts {sums.advantage_explained():.0%} of the mean square of the advantage"
-    if pull > MAX_PULL:
-        return f"{text}: a pull of {pull:.2g}, above {MAX_PULL}, to the sampler's errors or away from them."
-    return f"{text}: a pull of {pull:.2g}, not above {MAX_PULL}."
+    if math.isnan(pull.value):
+        return (
+            f"{text}. Whether training is pulled to them is not testable: in a step, few responses to different "
+            "prompts get the same reply, and its length does not predict the advantage."
+        )
+    text += ". No luck is seen in the replies: " if explained.low <= 0 else ", and "
+    text += (
+        f"the recorded context predicts {explained.value:.1%} ({explained.low:.1%} to {explained.high:.1%}) of the "
+        f"mean square of the advantage, a pull of {pull.value:.2g} ({pull.low:.2g} to {pull.high:.2g})"
+    )
+    if pull.low > MAX_PULL:
+        return f"{text}, above {MAX_PULL}, to the sampler's errors or away from them."
+    return f"{text}, {'not' if pull.high <= MAX_PULL else 'not surely'} above {MAX_PULL}."
 
 
 def may_do_harm(sums: StepSums) -> bool:
-    """Return True if the pull is above its limit, or not testable while the wrong tokens are above it."""
-    wrong, pull = sums.mean("wrong_tokens", "sequences_with_advantages"), sums.pull()
-    return sums["sequences"] >= MIN_SEQUENCES and (wrong if math.isnan(pull) else pull) > MAX_PULL
+    """Return True unless the pull, or the wrong tokens where no pull is testable, are surely below the limit."""
+    pull = sums.pull().high
+    return sums["sequences"] >= MIN_SEQUENCES and (_wrong_tokens(sums) if math.isnan(pull) else pull) > MAX_PULL
+
+
+def _wrong_tokens(sums: StepSums) -> float:
+    return sums.mean("wrong_tokens", "sequences_with_advantages")
 
 
 def _title(sweep: SweepJson) -> str:
     """Return the title of the table of candidates: its steps, what was left out, and over which tokens it is."""
-    title = f"Steps {', '.join(map(str, sweep['steps']))}"
+    title = f"{sweep['objective']}; steps {', '.join(map(str, sweep['steps']))}"
     if sweep["left_out"]:
         title += f"; {sum(sweep['left_out'].values())} sequences left out"
     if sweep["damaged_files"]:

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 from nemo_geomask.tools.diagnose.measure.context import explained_advantage
+from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
 from nemo_geomask.tools.diagnose.measure.step_survey import survey_block
-from nemo_geomask.tools.diagnose.measure.thresholds import QUANTITIES
+from nemo_geomask.tools.diagnose.measure.thresholds import MAX_PULL, QUANTITIES
 from nemo_geomask.tools.diagnose.read.record_reader import RecordBlock
 from nemo_geomask.tools.diagnose.report.correction_sweep import padded_batch, replay
 from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES
 from nemo_geomask.tools.diagnose.report.sweep_command import recommend
+from nemo_geomask.tools.diagnose.report.sweep_tables import explain_harm, may_do_harm
 
 NUMBERS = {number.name: number for number in QUANTITIES}
 CALL, REPLY, ANSWER = 2, 3, 20
@@ -93,7 +95,7 @@ def test_luck_without_a_weight_explains_nothing(is_normalised):
             block.tokens["advantages"] = (first - first.mean(axis=1, keepdims=True)).ravel()[rows]
         shares.append(explained_advantage(block, block.tokens["mask"]).sum() / block.tokens["mask"].sum())
     assert abs(np.mean(shares)) < 3 * np.std(shares) / np.sqrt(len(shares))
-    few = tool_run(responses=8)
+    few = tool_run(responses=8)  # all of one prompt
     assert explained_advantage(few, few.tokens["mask"]) is None
 
 
@@ -129,6 +131,28 @@ def test_partly_unique_replies_explain_as_much_as_shared_ones():
     mask = unique.tokens["mask"].reshape(len(block), -1)
     mask[np.flatnonzero(block.sequences["reward"] == 0)[:, None], 4 + CALL + REPLY + np.arange(6)] = False
     assert explained_advantage(unique, mask.ravel()).sum() == pytest.approx(expected, rel=0.3)
+
+
+@pytest.mark.parametrize("luck", [0.0, 1.0])
+def test_replies_that_few_others_share_tell_luck_from_none(luck):
+    """About four responses of a step have the same reply, as with lookups; none is shared by eight."""
+    sums = StepSums()
+    random = np.random.default_rng(0)
+    for seed in range(8):
+        number = random.permutation(np.arange(512) // 4)
+
+        def reply(old, new, number=number):
+            return np.stack([old[:, 0] * 1000 + number, *old.T[1:]], axis=1)
+
+        sums.add(survey_block(with_replies(tool_run(seed, luck=luck, noise=0.5), reply)).steps[1])
+    explained, pull = sums.advantage_explained(), sums.pull()
+    expected = luck * ANSWER / (CALL + ANSWER) / 2
+    assert explained.low < expected < explained.high
+    assert explained.high - explained.low < 0.2
+    text = explain_harm(sums)
+    assert ("No luck is seen in the replies" in text) == (luck == 0)
+    assert (pull.low > MAX_PULL) == (luck > 0) == (f"above {MAX_PULL}, to the sampler's errors" in text)
+    assert may_do_harm(sums)  # the pull is not surely small
 
 
 def test_wrong_tokens_are_the_distance_of_the_engines():

@@ -45,6 +45,20 @@ def test_a_healthy_run(tmp_path, capsys):
     assert "By position" in out
 
 
+def test_the_records_name_the_engines_where_the_cause_is_their_precision(tmp_path, capsys):
+    for step in range(1, 10):
+        planted = planted_step(0, step, "precision", 30.0, shape=SHAPE)
+        planted.sequences["reward"][:] = 0.1 * step
+        write_step(tmp_path, planted, sampler="vllm in fp8\x1b", trainer="bfloat16")
+    assert main(["diagnose", str(tmp_path), "--full"]) in (1, 3)
+    out = capsys.readouterr().out
+    assert "numerics of the engines" in out
+    assert r"; recorded: sampler vllm in fp8\x1b, trainer bfloat16)" in out
+    assert "\n  trend: the reward rises from 0.2 in the first 3 steps to 0.8 in the last 3\n" in out
+    columns = next(line for line in out.splitlines() if "drifting | broken" in line)
+    assert columns.split()[:4] == ["all", "steps", "last", "3"]  # by which the verdict is
+
+
 def test_the_worst_of_several_runs_decides(tmp_path, capsys):
     write_steps(tmp_path / "good", range(1, 4))
     write_steps(tmp_path / "bad", range(1, 5), "shifted", onset=3)

@@ -12,7 +12,14 @@ from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.losses.prestep import valid_counts
 from nemo_geomask.tools.diagnose.report.correction_sweep import padded_batch, replay, select_compatible
-from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES, GRID, Candidate, split_recipe_loss
+from nemo_geomask.tools.diagnose.report.sweep_candidates import (
+    CANDIDATES,
+    GRID,
+    RECIPE_SOURCE,
+    Candidate,
+    recorded_loss,
+    split_loss,
+)
 from nemo_geomask.tools.diagnose.report.sweep_command import (
     format_loss_block,
     pareto_front,
@@ -176,13 +183,38 @@ def test_a_recipe_is_split_into_a_base_and_a_candidate():
         "denominator": "kept",
         "record": {"dir": "x"},
     }
-    base, own = split_recipe_loss(settings)
+    base, own = split_loss(settings, RECIPE_SOURCE)
     assert base == {"name": "gspo", "ratio_clip_min": 0.1, "record": {"dir": "x"}}
     assert set(own.settings) == {"masks", "denominator"}
-    assert split_recipe_loss({"name": "gspo"}) == ({"name": "gspo"}, None)
+    assert split_loss({"name": "gspo"}, RECIPE_SOURCE) == ({"name": "gspo"}, None)
     LossConfig(**{**base, **own.settings})
     with pytest.raises(ConfigError):
         replay([], [NO_CORRECTION], {"no_such": 1})
+
+
+TOKEN_WEIGHT = {"use_importance_sampling_correction": True, "is_correction_level": "token"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "gspo", "ratio_clip_min": 0.1},
+        {"name": "clipped_pg", **TOKEN_WEIGHT, "masks": [{"preset": "icepop", "min": 0.5, "max": 5.0}]},
+        {"name": "dppo", "options": {"delta": 0.2}, "masks": [{"preset": "veto", "min": 0.0001, "max": 100.0}]},
+    ],
+)
+def test_the_recorded_loss_is_the_one_in_force(settings):
+    """Without what it sets by default, and without the masks of the objective itself."""
+    config = build_loss({**settings, "record": {"dir": "x"}}).config
+    recorded = recorded_loss({"settings": config.model_dump(mode="json")})
+    assert set(recorded) == set(settings)
+    assert build_loss({**recorded, "record": {"dir": "x"}}).config == config
+
+
+@pytest.mark.parametrize("name", ["os:system", "no_such", 5, None])
+def test_a_record_starts_no_code_of_others(name):
+    with pytest.raises(ConfigError, match="give --recipe"):
+        recorded_loss({"settings": {"name": name}})
 
 
 @pytest.mark.parametrize(
@@ -233,7 +265,7 @@ def test_candidates_that_contradict_the_base_are_left_out(base):
 def test_an_invalid_base_is_an_error():
     with pytest.raises(ConfigError, match="no_such"):
         select_compatible(CANDIDATES, {"no_such": 1})
-    _, own = split_recipe_loss({"masks": [{"preset": "no_such"}]})
+    _, own = split_loss({"masks": [{"preset": "no_such"}]}, RECIPE_SOURCE)
     with pytest.raises(ConfigError, match="no_such"):
         select_compatible([NO_CORRECTION, own], {})
 

@@ -12,7 +12,7 @@ pytest.importorskip("pyarrow")
 from nemo_geomask import build_loss
 from nemo_geomask.cli import main
 from tests.evidence.diagnose.planted_causes import planted_step
-from tests.evidence.diagnose.planted_logs import RunShape
+from tests.evidence.diagnose.planted_logs import RunShape, write_step
 from tests.helpers.logs import log_rows, write_log
 
 SHAPE = RunShape(prompts=6, samples=8, length=30)
@@ -31,9 +31,10 @@ def logs(tmp_path_factory):
 def test_tables_and_a_recommendation(logs, capsys):
     assert main(["sweep", str(logs), "--steps", "2"]) == 0
     out = capsys.readouterr().out
-    assert "Steps 1, 3; *" in out
+    assert "; steps 1, 3; *" in out
     assert "→" in out
     assert "A response has " in out
+    assert "for clipped_pg (NeMo-RL's default, as the records name none; --recipe names another):" in out
     block = yaml.safe_load(out[out.index("loss_fn:") :])
     assert build_loss(block["loss_fn"]).config.use_importance_sampling_correction
 
@@ -83,6 +84,46 @@ def test_candidates_that_contradict_the_recipe_are_listed(logs, tmp_path, capsys
     assert yaml.safe_load(out[out.index("loss_fn:\n") :])["loss_fn"]["record"] == {"dir": "x"}
     assert main([*arguments, "--json"]) == 0
     assert "is_correction_level" in json.loads(capsys.readouterr().out)["does_not_fit"]["weight token"]
+
+
+def record(directory, step, name, **settings):
+    config = build_loss({"name": name, **settings}).config
+    planted = planted_step(0, step, "precision", 15.0, shape=SHAPE)
+    write_step(directory, planted, settings=config.model_dump(mode="json"))
+
+
+def test_the_recorded_objective_is_the_one_that_is_judged(tmp_path, capsys):
+    """A token weight hardly helps GSPO, which has one coefficient for a sequence; the records are not of PPO."""
+    for step in (1, 2):
+        record(tmp_path, step, "gspo", ratio_clip_min=0.05)
+    assert main(["sweep", str(tmp_path), "--recommend"]) == 0
+    out = capsys.readouterr().out
+    first, bias, *_ = out.splitlines()
+    assert first.endswith("for gspo (as recorded):")
+    block = yaml.safe_load(out)["loss_fn"]
+    assert (block["name"], block["ratio_clip_min"]) == ("gspo", 0.05)
+    if "use_importance_sampling_correction" in block or "masks" in block:
+        assert bias.endswith(": a correction hardly helps this objective")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("loss_fn: {name: clipped_pg}\n")
+    assert main(["sweep", str(tmp_path), "--recommend", "--recipe", str(recipe)]) == 0
+    first, bias, *_ = capsys.readouterr().out.splitlines()
+    assert first.endswith("for clipped_pg (of the recipe; the records are of gspo):")
+    assert "hardly helps" not in bias
+
+
+def test_the_recorded_correction_is_a_candidate_and_steps_must_agree(tmp_path, capsys):
+    weight = {"use_importance_sampling_correction": True, "is_correction_level": "token"}
+    record(tmp_path, 1, "clipped_pg", **weight)
+    assert main(["sweep", str(tmp_path), "--json"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in output["candidates"][:2]] == ["nothing", "the run's own"]
+    assert output["candidates"][1]["settings"] == weight
+    record(tmp_path, 2, "cispo")
+    assert main(["sweep", str(tmp_path)]) == 2
+    assert "the steps are of different loss_fn" in capsys.readouterr().err
+    assert main(["sweep", str(tmp_path), "--last", "--steps", "1"]) == 0
+    assert capsys.readouterr().out.strip().startswith("cispo (as recorded); steps 2;")
 
 
 @pytest.mark.parametrize("folder", ["/runs/lr=1e-6,kl=0.001/records", "null", "007"])
