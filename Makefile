@@ -182,7 +182,7 @@ $(SITE)/.ready: .ci/site-requirements.txt
 # Every warning is an error: a page in no table of contents, a link or an anchor that leads nowhere.
 site: $(SITE)/.ready $(VENV)/.test
 	rm -rf docs/_build docs/_parts
-	$(BIN)/python -m tests.pages docs/_parts
+	$(BIN)/python -m tests.pages --to docs/_parts
 	$(SITE)/bin/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs docs/_build
 
 RELEASE := .venv-release

@@ -35,7 +35,7 @@ def _adapt(app, docname, source):
     The anchors of generated tables, ``<a id="x"></a>``, become targets that links are checked against. A link to a page
     outside of this folder leads to the repository.
     """
-    marker = r"\*`make site`.*\n<!-- site: (\w+) -->"
+    marker = r"\*.*`make site`.*\n<!-- site: (\w+) -->"
     text = re.sub(marker, lambda match: (PARTS / f"{match[1]}.md").read_text("utf-8"), source[0])
     text = re.sub(r'^<a id="([\w-]+)"></a>\n', r"(\1)=\n", text, flags=re.MULTILINE)
     source[0] = re.sub(r"\]\(\.\./\.\./(\w+\.md)", rf"]({REPOSITORY}/blob/main/\1", text)

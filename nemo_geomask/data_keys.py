@@ -8,7 +8,7 @@ names of their own, so that old files stay readable. Keys that are plain words
 from __future__ import annotations
 
 PREV_LOGPROBS = "prev_logprobs"
-"""log π_old [B, T]: the sampled tokens under the training engine at rollout time."""
+"""log π_old [B, T]: the sampled tokens under the training engine before the batch."""
 
 GENERATION_LOGPROBS = "generation_logprobs"
 """log μ [B, T]: the sampled tokens under the generation engine."""

@@ -101,7 +101,7 @@ class Veto(Interval):
 _CurrentLogRatio = Annotated[
     Literal["total", "policy"],
     Field(
-        description="'total' compares with the generation engine, 'policy' with the training engine at rollout time."
+        description="'total' compares with the generation engine, 'policy' with the training engine before the batch."
     ),
 ]
 

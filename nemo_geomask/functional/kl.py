@@ -69,7 +69,7 @@ def kl_penalty(
 ) -> Tensor:
     r"""Return the KL term of the loss for each token.
 
-    :math:`\mu` is the policy of the generation engine, :math:`\pi_{old}` that of the training engine at rollout time,
+    :math:`\mu` is the policy of the generation engine, :math:`\pi_{old}` that of the training engine before the batch,
     and sg stops the gradient. With :math:`x = \mathrm{clamp}(\log\pi_\theta - \log\pi_{ref}, \pm c_{in})`:
 
     - ``gradient=None``, as in NeMo-RL: the result is :math:`\mathrm{clamp}(w\,k(x), \pm c_{out})`, and all of it is
@@ -86,7 +86,7 @@ def kl_penalty(
     Args:
         curr: log-probs under the policy being optimised, any shape, float32 or float64, with gradient.
         ref: log-probs under the reference policy, same shape.
-        prev: log-probs under the training engine at rollout time, :math:`\log\pi_{old}`, same shape.
+        prev: log-probs under the training engine before the batch, :math:`\log\pi_{old}`, same shape.
         gen: log-probs under the generation engine, :math:`\log\mu`, same shape.
         value: estimator whose value is returned.
         gradient: estimator that is differentiated; None differentiates the returned value itself.

@@ -1,4 +1,4 @@
-"""Write the parts of the documentation that are made from the code: ``python -m tests.pages FOLDER``.
+"""Print the parts of the documentation that are made from the code: ``python -m tests.pages NAME``.
 
 They are not committed. ``docs/conf.py`` puts each in the place of ``<!-- site: NAME -->``.
 """
@@ -6,7 +6,7 @@ They are not committed. ``docs/conf.py`` puts each in the place of ``<!-- site: 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.evidence.hosts import case_matrix, recipe_table
@@ -33,13 +33,19 @@ SITE: Mapping[str, Callable[[], str]] = {
 """Function that returns each part, by the name in its marker."""
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.pages", description=__doc__)
-    parser.add_argument("folder", type=Path, help="where to write the parts, one file each")
-    folder = parser.parse_args().folder
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, part in SITE.items():
-        (folder / f"{name}.md").write_text(part() + "\n", encoding="utf-8")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="part to print")
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="write all parts there instead, one file each")
+    options = parser.parse_args(arguments)
+    if not {*options.names} <= {*SITE} or not (options.names or options.to):
+        parser.error(f"name some of {', '.join(SITE)}, or --to FOLDER")
+    for name in options.names:
+        print(SITE[name](), end="\n\n")
+    if options.to is not None:
+        options.to.mkdir(parents=True, exist_ok=True)
+        for name, part in SITE.items():
+            (options.to / f"{name}.md").write_text(part() + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemo_geomask.tools.check import RULES
-from tests.pages.__main__ import SITE
+from tests.pages.__main__ import SITE, main
 from tests.pages.metric_guide import metric_families
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -15,7 +15,15 @@ DOCS = Path(__file__).parents[2] / "docs"
 def test_every_part_of_the_site_has_one_place():
     pages = [path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md")]
     # A reader of the checkout sees the line above the marker; the site has the part in the place of both.
-    assert sorted(re.findall(r"^\*`make site`.*\n<!-- site: (\w+) -->", "\n".join(pages), re.M)) == sorted(SITE)
+    marked = re.findall(
+        r"^\*.*`python -m tests.pages (\w+)`.*`make site`.*\n<!-- site: (\w+) -->", "\n".join(pages), re.M
+    )
+    assert sorted(marked) == sorted((name, name) for name in SITE)
+
+
+def test_a_part_is_printed_as_the_line_above_its_marker_says(capsys):
+    main(["rules", "objectives"])
+    assert capsys.readouterr().out == f"{SITE['rules']()}\n\n{SITE['objectives']()}\n\n"
 
 
 @pytest.mark.parametrize("name", SITE)
