@@ -120,3 +120,16 @@ def test_a_request_with_a_seed_keeps_it():
     (stand_in,) = vllm_shim.requests(types.SimpleNamespace(AsyncLLM=AsyncLLM))
     stand_in.apply()
     assert AsyncLLM().generate(prompt="a", sampling_params=types.SimpleNamespace(seed=3), request_id="x") == 3
+
+
+def test_queries_of_latent_attention_are_rotated_by_tensor_code():
+    class RotaryEmbedding:
+        def forward_cpu(self, positions, query, key=None):
+            return "kernel"
+
+        def forward_native(self, positions, query, key=None):
+            return "tensor code"
+
+    patch.apply_all(vllm_shim.positions(types.SimpleNamespace(RotaryEmbedding=RotaryEmbedding)))
+    assert RotaryEmbedding().forward_cpu(None, torch.zeros(6, 128)) == "kernel"
+    assert RotaryEmbedding().forward_cpu(None, torch.zeros(6, 4, 32)) == "tensor code"

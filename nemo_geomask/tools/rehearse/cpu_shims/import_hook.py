@@ -28,6 +28,7 @@ SHIMS: Mapping[str, str] = {
     "nemo_rl.models.policy.workers.dtensor_policy_worker_v2": "nemo_rl_shim:stacked_experts",
     "vllm.engine.arg_utils": "vllm_shim:arguments",
     "vllm.model_executor.layers.utils": "vllm_shim:layers",
+    "vllm.model_executor.layers.rotary_embedding.base": "vllm_shim:positions",
     "vllm.model_executor.layers.fused_moe.cpu_fused_moe": "vllm_shim:experts",
     "vllm.model_executor.layers.fused_moe.config": "vllm_shim:moe_config",
     "vllm.model_executor.layers.fused_moe.layer": "vllm_shim:fused_experts",

@@ -43,6 +43,21 @@ def layers(module: Any) -> Iterator[Patch]:
     yield attribute(module, "dispatch_cpu_unquantized_gemm", lambda original: dispatch)
 
 
+def positions(module: Any) -> Iterator[Patch]:
+    """Rotate queries [N, H, D], as of latent attention, by vLLM's own tensor code (rotary_embedding/base.py).
+
+    The CPU kernel takes them for [N, H·D], and is wrong about them, as it is about views.
+    """
+
+    def rotating(original: Callable[..., Any]) -> Callable[..., Any]:
+        def rotate(self: Any, at: Any, query: Any, key: Any = None) -> Any:
+            return self.forward_native(at, query, key) if query.dim() > 2 else original(self, at, query, key)
+
+        return rotate
+
+    yield attribute(module.RotaryEmbedding, "forward_cpu", rotating)
+
+
 def experts(module: Any) -> Iterator[Patch]:
     """Keep the weights of experts, as :func:`layers`, and let them have Nemotron's activation (cpu_fused_moe.py)."""
     yield attribute(module.CPUFusedMOE, "check_grouped_gemm", lambda original: lambda self, layer: (False, "none"))
