@@ -58,6 +58,7 @@ def mismatch_tables(comparisons: Sequence[TunedComparison]) -> str:
     control_rows = [
         [
             f"{comparison.regime.title}; {len(primary.by_seed)} seeds",
+            comparison.regime.primary[0],
             *(_tuned_cells(comparison, variant)[3] for variant in comparison.grid),
             primary.text,
         ]
@@ -69,7 +70,8 @@ def mismatch_tables(comparisons: Sequence[TunedComparison]) -> str:
         markdown_table(head, rows),
     ]
     if controls:
-        table = markdown_table(["engine, task; seeds", "none", "token weight", "token weight minus none"], control_rows)
+        head = ["engine, task; seeds", "compared", "none", "the compared one", "minus none"]
+        table = markdown_table(head, control_rows)
         parts += ["The other regimes, with Holm's correction over those that were run:", table]
     return "\n\n".join(parts)
 
