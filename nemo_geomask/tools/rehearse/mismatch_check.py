@@ -107,7 +107,8 @@ class Mismatch:
         """The gap beside what is healthy."""
         if self.gap is None:
             return "no token has both log-probs"
-        of_k3 = f" (up to {self.limits.k3:.2g})" if math.isfinite(self.limits.k3) else ""
+        usual = f" (up to {self.limits.k3:.2g}, give or take two standard errors of {self.gap.k3_error:.1g})"
+        of_k3 = usual if math.isfinite(self.limits.k3) else ""
         return (
             f"noise of a typical token {self.gap.noise:.2g} ({self.limits.of}: up to {self.limits.noise:g}), "
             f"{self.gap.far:.1%} of {self.gap.tokens} tokens far apart (up to {self.limits.far:.0%}), "

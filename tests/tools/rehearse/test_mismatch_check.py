@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -47,6 +48,15 @@ def test_each_fault_by_its_name(tmp_path, fault, cause, setting):
     assert setting in found.setting
     assert found.details
     assert found.fix
+
+
+def test_k3_counts_where_it_is_beyond_by_more_than_luck_and_says_so(tmp_path):
+    gap = diagnosed(tmp_path).gap
+    by_luck, beyond = (replace(DENSE, k3=gap.k3 - errors * gap.k3_error) for errors in (1, 3))
+    healthy = check_mismatch(tmp_path, by_luck)
+    assert healthy.cause == ""
+    assert f"(up to {by_luck.k3:.2g}, give or take two standard errors of {gap.k3_error:.1g})" in healthy.sentence
+    assert "larger mismatch" in check_mismatch(tmp_path, beyond).cause
 
 
 def test_a_trainer_that_filters_sets_what_it_removes_to_0(tmp_path):
