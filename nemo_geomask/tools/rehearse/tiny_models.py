@@ -263,6 +263,8 @@ def write_model(model: TinyModel, folder: Path, *, seed: int = 0) -> int:
         settings |= _PUBLISHED_KEYS.get(model.model_type, {})
     if "head_dim" not in existing_keys and "head_dim" not in settings and "qk_nope_head_dim" not in existing_keys:
         settings["hidden_size"] = 32 * settings["num_attention_heads"]
+    if "kv_lora_rank" in existing_keys:  # latent attention has keys of each head
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
     config = config_class(**settings, tie_word_embeddings=bool(model.settings.get("tie_word_embeddings", False)))
     torch.manual_seed(seed)
     policy = transformers.AutoModelForCausalLM.from_config(config)

@@ -143,7 +143,7 @@ def test_models_are_tiny_and_run(name, tmp_path):
 
     parameters = write_model(tiny_model(name, Layout()), tmp_path)
     assert parameters < 1_000_000
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     text = tokenizer.apply_chat_template([{"role": "user", "content": "w5 w7"}], tokenize=False)
     tokens = tokenizer(text, return_tensors="pt")["input_ids"]
