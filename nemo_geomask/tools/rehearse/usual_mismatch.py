@@ -24,7 +24,7 @@ _NOISE, _FAR = {"bfloat16": 0.1, "nvfp4": 0.1, "fp8": 0.3}, 0.1
 
 Eight healthy preflights on CPUs (DTensor v1, also with TP 2, v2, Megatron with EP 2 or TP 2, asynchronous; dense and
 mixtures of experts; random weights, bfloat16) had 0.018 to 0.025, and 0 to 0.031; rehearsals with an fp8 cache 0.12 to
-0.16. Five of NeMo-RL's recipes with small checkpoints (Megatron, packed and asynchronous; v2 with Nemotron-H and
+0.16. Five of NeMo-RL's recipes with small checkpoints (Megatron, packed, asynchronous, CP 2; v2 with Nemotron-H and
 GLM-4.7-Flash) had 0.011 to 0.027, and 0 to 0.012. No real model's was measured.
 """
 UPDATE = HealthyLimits(noise=0.1, far=0.1, of="a trainer against itself")
