@@ -11,6 +11,7 @@ pytest.importorskip("nemo_geomask.tools.diagnose", reason="the sweep is one of i
 from nemo_geomask import build_loss
 from nemo_geomask.cli import main
 from nemo_geomask.tools.diagnose.measure.run_survey import read_step, survey_run
+from nemo_geomask.tools.diagnose.measure.thresholds import MAX_PULL
 from nemo_geomask.tools.diagnose.read.record_sources import find_runs
 from nemo_geomask.tools.diagnose.report.correction_sweep import padded_batch, replay
 from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES, Candidate
@@ -73,7 +74,11 @@ def test_the_pull_ranks_recorded_engines_and_tasks_as_training_does(tmp_path):
         assert main([*arguments, "grpo.max_num_steps=20", record, *changes]) == 0
         (run,) = find_runs([folder / "records"])
         batches = ((step, padded_batch(read_step(run, step))[0]) for step in run.steps)
-        pulls[name] = {outcome.candidate.name: outcome.value("pull") for outcome in replay(batches, CANDIDATES[:7])}
+        pulls[name] = {outcome.candidate.name: outcome.pull() for outcome in replay(batches, CANDIDATES[:7])}
+    limits = {name: values["nothing"] for name, values in pulls.items()}
+    assert limits["int4"].low > MAX_PULL > max(limits["no luck"].high, limits["equal"].high)
+    assert limits["float8"].low < MAX_PULL
+    pulls = {name: {key: pull.value for key, pull in values.items()} for name, values in pulls.items()}
     none = {name: values["nothing"] for name, values in pulls.items()}
     assert none["int4"] > 3 * none["float8"] > 0
     assert none["int4"] > 10 * max(none["no luck"], none["equal"])

@@ -21,16 +21,6 @@ MIN_STANDARD_ERRORS = 3.0
 
 Each pair of prompts enters twice, once for either prompt, so this is about 2.1 standard deviations of the estimate.
 """
-PULL_EDGES = np.array([-1.0, -0.3, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0])
-"""Edges between the bins of Δ over which :func:`pull` averages what other tokens of a response add to a coefficient."""
-
-
-def pull_bins(delta: Array, values: Array, row: Array, count: int) -> Array:
-    """Return [count, bins], the sums of [N] values in each row and bin of Δ."""
-    bins = len(PULL_EDGES) + 1
-    cells = row * bins + np.digitize(delta, PULL_EDGES)
-    sums: Array = np.bincount(cells, values, minlength=bins * count).reshape(count, bins)
-    return sums
 
 
 def explained_advantage(block: RecordBlock, is_trained: Array) -> Array | None:

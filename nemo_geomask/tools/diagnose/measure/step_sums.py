@@ -107,6 +107,12 @@ class Estimate(NamedTuple):
     low: float
     high: float
 
+    @classmethod
+    def over_prompts(cls, total: float, squared: float, count: float) -> Estimate:
+        """Return a total over a count, from the sum of the squares of what each prompt adds to the total."""
+        value, width = (ratio_or_nan(x, count) for x in (total, MIN_STANDARD_ERRORS * math.sqrt(squared)))
+        return cls(value, value - width, value + width)
+
 
 def ratio_or_nan(numerator: float, denominator: float) -> float:
     """Return the ratio, or NaN if the denominator is 0."""
@@ -142,16 +148,11 @@ class StepSums:
 
     def advantage_explained(self) -> Estimate:
         """Return the share of the mean square of the advantage that its context predicts; NaN where unidentified."""
-        return self._over_prompts("explained_tokens", "explained_squared", "tokens_with_context")
+        return Estimate.over_prompts(self["explained_tokens"], self["explained_squared"], self["tokens_with_context"])
 
     def pull(self) -> Estimate:
         """Return ½ Σ s |1 − exp(Δ)| / responses; NaN where s is not identified."""
-        return self._over_prompts("pull", "pull_squared", "sequences_with_context")
-
-    def _over_prompts(self, name: str, squared: str, over: str) -> Estimate:
-        value = self.mean(name, over)
-        width = MIN_STANDARD_ERRORS * ratio_or_nan(math.sqrt(self[squared]), self[over])
-        return Estimate(value, value - width, value + width)
+        return Estimate.over_prompts(self["pull"], self["pull_squared"], self["sequences_with_context"])
 
     def removed_share(self, label: str, of: Literal["tokens", "capped_abs"] = "tokens") -> float:
         """Return the share that a mask removes of the trained tokens, or of their mismatch; NaN if not recorded."""

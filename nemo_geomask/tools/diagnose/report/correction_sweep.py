@@ -8,6 +8,7 @@ and g; :data:`DEFINITIONS` has their formulas.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,8 @@ from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.losses import PolicyLoss, PrestepPass, build_loss
 from nemo_geomask.losses.prestep import valid_counts
 from nemo_geomask.records.flight import COLUMN_BATCH_KEYS
-from nemo_geomask.tools.diagnose.measure.context import PULL_EDGES, explained_advantage, pull_bins
+from nemo_geomask.tools.diagnose.measure.context import explained_advantage
+from nemo_geomask.tools.diagnose.measure.step_sums import Estimate
 from nemo_geomask.tools.diagnose.read.record_reader import Array, RecordBlock
 from nemo_geomask.tools.diagnose.report.sweep_candidates import (
     CANDIDATES,
@@ -37,8 +39,8 @@ REPLICATES = 100
 
 DEFINITIONS = {
     "removed": "share of tokens with c = 0",
-    "pull": "½ Σ |Σ s (c / C − ρ)|, mean over responses, inner sums over bins of Δ; ρ = exp(Δ), C the mean of c, s the "
-    "share of the advantage that the context of a token predicts: the bias that persists",
+    "pull": "½ Σ s (c / C − ρ) d, mean over responses; ρ = exp(Δ), C the step's mean of c, d the sign "
+    "of |s| (c / C − ρ) at this Δ, s the share of the advantage that its context predicts: the bias that persists",
     "bias": "Σ |c − ρ| |g| / Σ ρ |g|: distance of the gradient, token by token, from the gradient on samples of the "
     "policy that trains",
     "variance": "Σ (c g)² / Σ g²: squared gradient over the squared gradient without correction",
@@ -58,9 +60,11 @@ _MEASURES: dict[str, Callable[[Mapping[str, Array]], Array]] = {
     "advantage": lambda sums: np.where(sums["c"] == 0, np.nan, sums["cA"] / sums["c"]) - sums["A"] / sums["n"],
 }
 
+PULL_EDGES = np.array([-1.0, -0.3, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0])
+"""Edges between the bins of Δ in which the pull has one sign, so that what other tokens do to a c averages out."""
+
 EXPLAINED = "explained_advantage"
-"""Key of the batch with s, see :mod:`~nemo_geomask.tools.diagnose.measure.context`; NaN where it is
-not identified."""
+"""Key of the batch with s, see :mod:`~nemo_geomask.tools.diagnose.measure.context`; NaN where not identified."""
 
 _COLUMNS = ("mask", "gen", "prev", "curr", "ref", "advantages")
 """Recorded columns that a replayed batch contains, where they were recorded."""
@@ -93,7 +97,7 @@ def padded_batch(blocks: Iterable[RecordBlock], max_positions: int = 2**22) -> t
             width = new_width
             row = {name: block.tokens[name][begin:end] for name in _COLUMNS if name in block.tokens}
             row[EXPLAINED] = explained[begin:end]
-            row["sample_mask"] = block.sequences["sample_mask"][index]
+            row["sample_mask"], row["group"] = (block.sequences[name][index] for name in ("sample_mask", "group"))
             row["rewards"] = np.nan_to_num(block.sequences.get("reward", np.zeros(len(block)))[index])
             rows.append(row)
     if not rows:
@@ -104,7 +108,7 @@ def padded_batch(blocks: Iterable[RecordBlock], max_positions: int = 2**22) -> t
         for index, row in enumerate(rows):
             padded[index, : len(row[name])] = row[name]
         batch[COLUMN_BATCH_KEYS.get(name, name)] = torch.from_numpy(padded)
-    for key in ("sample_mask", "rewards"):
+    for key in ("sample_mask", "rewards", "group"):
         batch[key] = torch.tensor([float(row[key]) for row in rows])
     return batch, left_out
 
@@ -198,32 +202,37 @@ class CandidateOutcome:
     tokens: int = 0  # number of compared tokens
     # [1 + REPLICATES, len(_SUMS)], row 0 over all sequences, the other rows over the bootstrap's samples
     sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, len(_SUMS))))
-    # [1 + REPLICATES, 2, bins]: Σ s c and Σ s ρ in each bin of Δ
-    pull_sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, 2, len(PULL_EDGES) + 1)))
-    responses: Array = field(default_factory=lambda: np.zeros(1 + REPLICATES))  # number with a compared token
+    # of each step, [2, prompts, bins]: Σ |s| (c / C − ρ) and Σ s (c / C − ρ) in each bin of Δ
+    pull_sums: list[Array] = field(default_factory=lambda: [np.zeros((2, 0, len(PULL_EDGES) + 1))])
+    responses: int = 0  # number of sequences in pull_sums
     silent_tokens: int = 0  # number of trained tokens without a gradient, which the measures leave out
     skipped: list[int] = field(default_factory=list)  # steps that the candidate's batch veto would have skipped
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)  # by step, the metrics that the loss reported
 
     def value(self, measure: str) -> float:
         """Return a measure of :data:`DEFINITIONS`; NaN if no step was trained on."""
-        return float(self._replicates(measure)[0])
+        return self.pull().value if measure == "pull" else float(self._replicates(measure)[0])
 
     def interval(self, measure: str) -> tuple[float, float]:
         """Return the confidence interval of a measure over sequences; NaN for both ends if no step was trained on."""
+        if measure == "pull":
+            return self.pull()[1:]
         replicates = self._replicates(measure)[1:]
         return percentile_interval(replicates[np.isfinite(replicates)])
 
     def _replicates(self, measure: str) -> Array:
         """Return a measure over all sequences, followed by its value in each replicate."""
         with np.errstate(invalid="ignore", divide="ignore"):
-            sums = dict(zip(_SUMS, self.sums.T, strict=True))
-            if measure != "pull":
-                return _MEASURES[measure](sums)
-            weighted, expected = np.moveaxis(self.pull_sums, 1, 0)
-            mean = (sums["c"] / sums["n"])[:, None]
-            pull: Array = np.abs(weighted / mean - expected).sum(axis=1) / 2 / self.responses
-            return pull
+            return _MEASURES[measure](dict(zip(_SUMS, self.sums.T, strict=True)))
+
+    def pull(self) -> Estimate:
+        """Return the pull, with an interval over prompts; NaN where s is not identified.
+
+        Without correction it is :meth:`StepSums.pull`. Signs come from |s|, so that noise in s averages out.
+        """
+        unsigned, signed = np.concatenate(self.pull_sums, axis=1)
+        by_prompt = signed @ np.sign(unsigned.sum(axis=0)) / 2
+        return Estimate.over_prompts(float(by_prompt.sum()), float(np.square(by_prompt).sum()), self.responses)
 
     def add_step(self, step: int, batch: Mapping[str, Tensor], reference: Tensor, gradient: Tensor) -> None:
         """Add a step's tokens with a finite mismatch and a non-zero reference gradient."""
@@ -251,14 +260,13 @@ class CandidateOutcome:
         }
         self.sums += _sums_and_replicates(step, sequence, count, np.stack([columns[name] for name in _SUMS], axis=1))
         share = batch[EXPLAINED][:, 1:][is_compared].double().numpy()
-        if np.isnan(share).any():
-            return
-        by_sequence = [pull_bins(delta, share * factor, sequence, count) for factor in (c, rho)]
-        has_tokens = np.bincount(sequence, minlength=count) > 0
-        rows = np.arange(count)
-        replicated = _sums_and_replicates(step, rows, count, np.column_stack([*by_sequence, has_tokens]))
-        self.pull_sums += replicated[:, :-1].reshape(self.pull_sums.shape)
-        self.responses += replicated[:, -1]
+        self.responses += len(np.unique(sequence[~np.isnan(share)]))
+        prompts, prompt = np.unique(batch["group"].numpy(), return_inverse=True)
+        shape = len(prompts), len(PULL_EDGES) + 1
+        cells = prompt[sequence] * shape[1] + np.digitize(delta, PULL_EDGES)
+        excess = c * len(c) / (c.sum() or 1.0) - rho
+        sums = [np.bincount(cells, np.nan_to_num(each * excess), math.prod(shape)) for each in (np.abs(share), share)]
+        self.pull_sums.append(np.reshape(sums, (2, *shape)))
 
 
 def _sums_and_replicates(step: int, sequence: Array, sequence_count: int, values: Array) -> Array:

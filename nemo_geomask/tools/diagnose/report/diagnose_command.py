@@ -162,8 +162,8 @@ def _print_verdicts(verdicts: RunVerdicts, options: DiagnoseOptions) -> None:
         print(f"{run.files.directory}: {run.diagnosis.sentence}")
         for line in run.diagnosis.shown[0].advice if run.diagnosis.shown else ():
             print(f"  {line}")
-        if may_do_harm(run.diagnosis.evidence.sums_after):
-            print(f"  bias: {explain_harm(run.diagnosis.evidence.sums_after)}")
+        if may_do_harm(sums := run.diagnosis.evidence.sums_after):
+            print(f"  bias: {explain_harm(sums, sums.pull())}")
         if run.diagnosis.trend:
             print(f"  trend: {run.diagnosis.trend}")
         for note in run.diagnosis.evidence.statistics.file_notes:

@@ -127,7 +127,7 @@ def run_sweep(
         print(to_json(values))
     elif output == "tables":
         print_tables([sweep_table(values)])
-        print(f"\n{explain_harm(sums)}")
+        print(f"\n{explain_harm(sums, outcomes[0].pull())}")
         if incompatible:
             print(f"\nincompatible with this loss_fn: {', '.join(incompatible)}")
         print()
@@ -264,8 +264,8 @@ def recommend(
 ) -> tuple[CandidateOutcome, str]:
     """Return the best outcome and the ``loss_fn`` block that sets its candidate.
 
-    The best candidate has the least pull or bias of those that skip no step and whose variance is at most
-    the allowed one, judged by the upper end of its interval. If its bias is within the interval of the bias
+    The best candidate has the least pull or bias of those that skip no step and whose variance is at most the allowed
+    one, all judged by the upper ends of their intervals. If its bias is within the interval of the bias
     without correction, which is the first outcome, that one is returned. ``base`` has the settings that all share, and
     ``objective`` says what they train.
     """
@@ -277,7 +277,7 @@ def recommend(
         and not outcome.skipped
         and outcome.candidate.settings
     ]
-    best = min(allowed, key=lambda outcome: (outcome.value(decisive), outcome.value("variance")), default=uncorrected)
+    best = min(allowed, key=lambda each: (each.interval(decisive)[1], each.value("variance")), default=uncorrected)
     if best.value(decisive) >= uncorrected.interval(decisive)[0]:
         best = uncorrected
     return best, format_loss_block(best, outcomes, base or {}, objective)
@@ -294,9 +294,7 @@ def format_loss_block(
 
     low, high = best.interval("variance")
     decisive = deciding_measure(outcomes)
-    is_small = outcomes[0].candidate is not best.candidate and best.value(decisive) > SMALL_GAIN * outcomes[0].value(
-        decisive
-    )
+    is_small = best is not outcomes[0] and best.value(decisive) > SMALL_GAIN * outcomes[0].value(decisive)
     small = ": a correction hardly helps this objective" if is_small else ""
     pulls = [f"{outcome.value('pull'):.3g}" for outcome in (best, outcomes[0])]
     lines = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from nemo_geomask.tools.diagnose.measure.step_sums import StepSums
+from nemo_geomask.tools.diagnose.measure.step_sums import Estimate, StepSums
 from nemo_geomask.tools.diagnose.measure.thresholds import MAX_PULL, MIN_SEQUENCES
 from nemo_geomask.tools.diagnose.report.json_formats import CandidateJson, SweepJson
 from nemo_geomask.tools.diagnose.report.report_tables import Table
@@ -34,9 +34,9 @@ def sweep_table(sweep: SweepJson) -> Table:
     return Table("candidates", _title(sweep), columns, rows, sweep["definitions"])
 
 
-def explain_harm(sums: StepSums) -> str:
-    """Return what the sums of some steps tell of the bias that persists."""
-    wrong, pull, explained = _wrong_tokens(sums), sums.pull(), sums.advantage_explained()
+def explain_harm(sums: StepSums, pull: Estimate) -> str:
+    """Return what the sums of some steps tell of the bias that persists, and the pull on an objective over them."""
+    wrong, explained = _wrong_tokens(sums), sums.advantage_explained()
     if math.isnan(wrong):
         return "The records do not tell whether the bias persists: they hold no advantages, or no trained token."
     text = f"A response has {wrong:.2g} tokens that the training engine would not have sampled"
@@ -45,7 +45,7 @@ def explain_harm(sums: StepSums) -> str:
             f"{text}. Whether training is pulled to them is not testable: in a step, few responses to different "
             "prompts get the same reply, and its length does not predict the advantage."
         )
-    text += ". No luck is seen in the replies: " if explained.low <= 0 else ", and "
+    text += ". No luck is seen in the replies: " if max(explained.low, pull.low) <= 0 else ", and "
     text += (
         f"the recorded context predicts {explained.value:.1%} ({explained.low:.1%} to {explained.high:.1%}) of the "
         f"mean square of the advantage, a pull of {pull.value:.2g} ({pull.low:.2g} to {pull.high:.2g})"

@@ -13,7 +13,7 @@ from nemo_geomask.tools.diagnose.measure.thresholds import MAX_PULL, QUANTITIES
 from nemo_geomask.tools.diagnose.read.record_reader import RecordBlock
 from nemo_geomask.tools.diagnose.report.correction_sweep import padded_batch, replay
 from nemo_geomask.tools.diagnose.report.sweep_candidates import CANDIDATES
-from nemo_geomask.tools.diagnose.report.sweep_command import recommend
+from nemo_geomask.tools.diagnose.report.sweep_command import deciding_measure, recommend
 from nemo_geomask.tools.diagnose.report.sweep_tables import explain_harm, may_do_harm
 
 NUMBERS = {number.name: number for number in QUANTITIES}
@@ -149,7 +149,7 @@ def test_replies_that_few_others_share_tell_luck_from_none(luck):
     expected = luck * ANSWER / (CALL + ANSWER) / 2
     assert explained.low < expected < explained.high
     assert explained.high - explained.low < 0.2
-    text = explain_harm(sums)
+    text = explain_harm(sums, pull)
     assert ("No luck is seen in the replies" in text) == (luck == 0)
     assert (pull.low > MAX_PULL) == (luck > 0) == (f"above {MAX_PULL}, to the sampler's errors" in text)
     assert may_do_harm(sums)  # the pull is not surely small
@@ -180,7 +180,11 @@ def test_the_pull_ranks_engines_tasks_and_corrections():
         "no luck": {"noise": 0.5, "luck": 0.0},
         "equal": {"noise": 0.0},
     }.items():
-        outcomes = replay([(1, padded_batch([tool_run(3, **options)])[0])], CANDIDATES)
+        block = tool_run(3, **options)
+        outcomes = replay([(1, padded_batch([block])[0])], CANDIDATES)
+        # One number, with one interval, in the sentence and in the decision.
+        assert outcomes[0].pull() == pytest.approx(survey_block(block).steps[1].pull(), rel=1e-4, abs=1e-12)
+        assert deciding_measure(outcomes) == ("pull" if name in ("large", "small") else "bias")
         pulls[name] = {outcome.candidate.name: outcome.value("pull") for outcome in outcomes}
     none = {name: values["nothing"] for name, values in pulls.items()}
     assert none["large"] > 3 * none["small"] > 10 * none["equal"]
@@ -188,5 +192,14 @@ def test_the_pull_ranks_engines_tasks_and_corrections():
     large = pulls["large"]
     assert large["weight token tis [0, 2]"] < 0.3 * none["large"]
     assert large["weight sequence_mean"] > 0.8 * none["large"]
-    assert large["mask geometric 0.99 1.01"] > 0.6 * none["large"]
-    assert none["large"] == pytest.approx(measure(tool_run(3, noise=0.5))["pull"], rel=1e-4)
+    assert large["mask geometric 0.99 1.01"] > 0.5 * none["large"]  # of the few responses that it keeps
+
+
+def test_no_luck_gives_no_pull_under_any_correction():
+    """The noise of a few responses averages out, as absolute values of it would not."""
+    names = "nothing", "weight token tis [0, 2]", "weight sequence_mean", "mask geometric 0.99 1.01"
+    candidates = [candidate for candidate in CANDIDATES if candidate.name in names]
+    batches = (padded_batch([tool_run(seed, luck=0.0, noise=0.5, responses=64)])[0] for seed in range(30))
+    pulls = np.array([[outcome.value("pull") for outcome in replay([(1, batch)], candidates)] for batch in batches])
+    assert pulls.shape == (30, len(names))
+    assert (np.abs(pulls.mean(axis=0)) < 3 * pulls.std(axis=0) / np.sqrt(len(pulls))).all()
