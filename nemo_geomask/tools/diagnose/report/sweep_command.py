@@ -37,6 +37,8 @@ from nemo_geomask.tools.shared.progress_bar import track
 from nemo_geomask.tools.shared.terminal_text import escape_line
 from nemo_geomask.yaml_text import inline_yaml
 
+NEGLIGIBLE_BIAS = 0.01
+"""Bias of the gradient, as a share of it, that no correction is worth: engines that only round are below it."""
 _WRONG_LOGPROBS = (
     *("positive_logprobs", "shifted", "zero_logprobs", "nonfinite", "scaled", "biased_weight", "current_policy"),
 )
@@ -266,7 +268,7 @@ def recommend(
 
     The best candidate has the least pull or bias of those that skip no step and whose variance is at most the allowed
     one, all judged by the upper ends of their intervals. If its bias is within the interval of the bias
-    without correction, which is the first outcome, that one is returned. ``base`` has the settings that all share, and
+    without correction, which is the first outcome, or that is below :data:`NEGLIGIBLE_BIAS`, the first is returned. ``base`` has the settings that all share, and
     ``objective`` says what they train.
     """
     uncorrected, decisive = outcomes[0], deciding_measure(outcomes)
@@ -278,7 +280,8 @@ def recommend(
         and outcome.candidate.settings
     ]
     best = min(allowed, key=lambda each: (each.interval(decisive)[1], each.value("variance")), default=uncorrected)
-    if best.value(decisive) >= uncorrected.interval(decisive)[0]:
+    is_negligible = decisive == "bias" and uncorrected.interval("bias")[1] < NEGLIGIBLE_BIAS
+    if is_negligible or best.value(decisive) >= uncorrected.interval(decisive)[0]:
         best = uncorrected
     return best, format_loss_block(best, outcomes, base or {}, objective)
 
@@ -308,7 +311,7 @@ def format_loss_block(
     ]
     settings = {**base, **best.candidate.settings}
     if not settings:
-        return "\n".join([*lines, "loss_fn: {}"])
+        return "\n".join([*lines, "# so nothing is to be set:", "loss_fn: {}"])
     settings = {"name": "clipped_pg", **settings}
     try:
         build_loss(settings)

@@ -167,9 +167,11 @@ def test_a_candidate_that_skips_steps_is_not_recommended(batch):
     assert recommend(outcomes)[0].candidate is NO_CORRECTION
 
 
-def test_no_correction_is_recommended_without_a_mismatch():
+@pytest.mark.parametrize("rounding", [0.0, 1e-5])
+def test_no_correction_is_recommended_where_engines_are_equal(rounding):
     made = block()
-    made.tokens["prev"][:] = made.tokens["gen"]
+    noise = np.random.default_rng(3).normal(size=made.tokens["gen"].shape).astype(np.float32)
+    made.tokens["prev"][:] = made.tokens["gen"] + rounding * noise
     best, text = recommend(replay([(1, padded_batch([made])[0])]))
     assert best.candidate is NO_CORRECTION
     assert text.endswith("loss_fn: {}")
