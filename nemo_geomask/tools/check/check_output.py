@@ -130,7 +130,7 @@ def _remarks(checked: CheckedRecipe) -> Iterator[str]:
         updates = f", that is {facts.largest_lag * steps:g} optimiser steps" if steps and steps > 1 else ""
         yield (
             f"asynchronous: samples may be up to {count_with_noun(facts.largest_lag, 'weight update')} older than the "
-            f"policy that they train{updates}"
+            f"policy that they train{updates}{', which the expected fractions leave out' if checked.forecasts else ''}"
         )
     if facts.other_algorithm:
         left_out = sum(rule.needs_loss for rule in RULES)

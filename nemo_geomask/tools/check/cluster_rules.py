@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from nemo_geomask.config.conflicts import whole_batch_problems
 from nemo_geomask.hosts.nemo_rl.facts import splits_replicated_experts
+from nemo_geomask.hosts.nemo_rl.source_words import is_in_source
 from nemo_geomask.tools.check.parallel_layout import MODEL_AXES, largest_divisor, layout_keys, layout_of, training_gpus
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
-from nemo_geomask.tools.check.source_words import is_in_source
 
 _COLOCATED = "policy.generation.colocated"
 _VLLM = "policy.generation.vllm_cfg"

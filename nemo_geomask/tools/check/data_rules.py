@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_geomask.hosts.nemo_rl.source_words import is_in_source, words_in_source
 from nemo_geomask.tools.check.config_classes import dataset_arguments, environment_text
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
 from nemo_geomask.tools.check.setting_author import user_keys
-from nemo_geomask.tools.check.source_words import is_in_source
 from nemo_geomask.yaml_text import as_yaml
 
 _REGISTRY = "NeMo-RL `DATASET_REGISTRY` (data/datasets/response_datasets), `load_response_dataset`"
@@ -80,6 +80,15 @@ def _unknown_environment(facts: RecipeFacts) -> Iterator[Hit]:
                 f"{name}: the section env has no such environment, but only {', '.join(map(str, environments))}; "
                 f"add env.{name}, or name one of these",
             )
+        # With images, NeMo-RL takes the environment vlm, whatever the section is called.
+        elif isinstance(name, str) and facts.nemo_rl and not str(facts.get("data.default.processor")).startswith("vlm"):
+            registered = words_in_source(facts.nemo_rl, "default", "env_name", facts.algorithm).registered
+            if registered and name not in registered:
+                yield Hit(
+                    f"{place}.env_name",
+                    f"{name}: NeMo-RL registers no such environment, only {', '.join(sorted(registered))}; name one of "
+                    "these, unless your start script registers it",
+                )
 
 
 @rule("GM354", "error", "NeMo-RL `TaskDataSpec`", needs=("nemo_rl",), needs_loss=False, applies_to_lab=False)

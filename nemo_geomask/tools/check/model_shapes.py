@@ -25,6 +25,7 @@ class ModelShape(NamedTuple):
     active: int  # number of parameters that a token uses, without embeddings and output layer
     heads: int = 0  # number of attention heads; 0 if unknown
     kv_heads: int = 0  # number of key-value heads; that of the heads under multi-head latent attention
+    mlp: int = 0  # columns of an expert's MLP, or of the MLP of a model without experts
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("model_shapes.toml").read_text(encoding="utf-8"))
@@ -117,7 +118,7 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape | None:
         head = size("head_dim", hidden // heads)
         projections = 2 * hidden * head * (heads + size("num_key_value_heads", heads))
         width = heads * head
-    dense_width = moe_width = size("intermediate_size", 4 * hidden)
+    dense_width = moe_width = expert_width = size("intermediate_size", 4 * hidden)
     moe_layers = 0
     if experts_per_token := size("num_experts_per_tok"):
         expert_width = size("moe_intermediate_size", dense_width)
@@ -126,4 +127,4 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape | None:
         moe_layers = layers - size("first_k_dense_replace")
     mlps = 3 * hidden * (dense_width * (layers - moe_layers) + moe_width * moe_layers)
     kv_heads = heads if latent else size("num_key_value_heads", heads)
-    return ModelShape(hidden, vocab, layers, width, layers * projections + mlps, heads, kv_heads)
+    return ModelShape(hidden, vocab, layers, width, layers * projections + mlps, heads, kv_heads, expert_width)

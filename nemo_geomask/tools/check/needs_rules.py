@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from nemo_geomask.hosts.nemo_rl.source_words import is_in_source
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
 from nemo_geomask.tools.check.setting_author import nearest_to_user
-from nemo_geomask.tools.check.source_words import is_in_source
 from nemo_geomask.yaml_text import as_yaml, inline_yaml
 
 _TABLE: dict[str, dict[str, Any]] = tomllib.loads(
@@ -117,7 +117,8 @@ def _outside(key: str, required: Mapping[str, Any], facts: RecipeFacts) -> tuple
         if test == "divides" and limit >= 1:
             divisors = range(max(1, int(min(number, limit, 10**6))), 0, -1)
             return words, {key: next(size for size in divisors if limit % size == 0)}
-        is_allowed = isinstance(bound, str) and test in ("least", "most")
+        # A bound of 0 is likelier to be the mistake than what exceeds it.
+        is_allowed = isinstance(bound, str) and test in ("least", "most") and limit > 0
         return words, {key: _value(str(bound), facts)} if is_allowed else {}
     return f"is not {' or '.join(_as_list(next(iter(required.values()))))}", {}
 

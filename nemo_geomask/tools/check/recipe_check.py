@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.hosts.nemo_rl.source_words import is_in_source
 from nemo_geomask.objectives.variant import Part
 from nemo_geomask.recipe import Recipe, read_recipe
 from nemo_geomask.tools.check.expectation import PredictableMask, kept_fraction, predictable_masks
 from nemo_geomask.tools.check.objective_text import describe
-from nemo_geomask.tools.check.recipe_facts import MISMATCH_KL, RecipeFacts
+from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Finding, Hit, Rule, load_rules
-from nemo_geomask.tools.check.source_words import is_in_source
 from nemo_geomask.yaml_text import inline_yaml
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class CheckOptions:
     """Options of a check.
 
     Attributes:
-        mismatch_kl: expected mean KL between the engines in nats per token; None: the measured one, else
-            :data:`MISMATCH_KL`.
+        mismatch_kl: expected mean KL between the engines in nats per token; None: the measured one, else the usual
+            one of the recipe's precisions.
         similar_run: folder with the records or logs of a similar run, in which mismatch and response length are
             measured; None: nothing is measured.
     """
@@ -91,7 +91,7 @@ def check_recipe(options: CheckOptions, recipe: Recipe | None = None) -> Checked
         DataError: the similar run has no records that can be measured.
     """
     recipe = recipe or read_recipe(options.recipe, options.overrides, leave=UNCHECKED_SECTIONS)
-    facts = RecipeFacts.from_recipe(recipe, mismatch_kl=options.mismatch_kl or MISMATCH_KL, gpu=options.gpu)
+    facts = RecipeFacts.from_recipe(recipe, mismatch_kl=options.mismatch_kl, gpu=options.gpu)
     measured = None
     if options.similar_run is not None:
         # Imported here, since it needs the packages of the diagnose extra.
@@ -165,12 +165,24 @@ def check(facts: RecipeFacts, *, ignore: Collection[str] = ()) -> Report:
             findings += _findings(rule, facts)
         elif rule.id not in ignored_ids:
             unchecked.append((rule, unknown))
+    findings = _without_consequences(findings, facts)
     findings.sort(key=lambda finding: SEVERITIES.index(finding.rule.severity))
     return Report(
         tuple(finding for finding in findings if finding.rule.id not in ignored_ids),
         tuple(finding for finding in findings if finding.rule.id in ignored_ids),
         tuple(unchecked),
     )
+
+
+def _without_consequences(findings: list[Finding], facts: RecipeFacts) -> list[Finding]:
+    """Leave out advice about settings that have to be given up: it would lead to their refusal."""
+    settled: set[str] = set()
+    for cause in (each for each in findings if each.rule.gives_up):
+        for key, value in cause.fix.items():
+            fixed = facts.with_setting(key, value)
+            others = {finding.rule for finding in findings} - {cause.rule}
+            settled |= {rule.id for rule in others if not any(_findings(rule, fixed))}
+    return [finding for finding in findings if finding.rule.id not in settled]
 
 
 def _findings(rule: Rule, facts: RecipeFacts) -> Iterator[Finding]:

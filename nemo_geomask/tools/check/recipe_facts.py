@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from nemo_geomask.plugin_imports import NOT_IMPORTED
 from nemo_geomask.recipe import Recipe
 from nemo_geomask.tools.check.model_shapes import has_experts
 from nemo_geomask.tools.check.recipe_loss import build_recipe_loss, other_algorithm, trains_nemo_rl_loss
+from nemo_geomask.tools.shared.usual_mismatch import usual_kl
 
 MISMATCH_KL = 1e-3
-"""Mean KL from the generation to the training engine that is assumed without a measurement, in nats per token."""
+"""Mean KL from the generation to the training engine that is usual for a dense model in bfloat16, in nats per token."""
 
 # No setting of a recipe is that large; integers beyond the range of floats are among those left out.
 _LARGEST_NUMBER = 10**30
@@ -46,20 +47,35 @@ class RecipeFacts:
     not_imported: tuple[Problem, ...] = ()  # settings that name a plugin, which ``--no-import`` did not import
 
     @classmethod
-    def from_recipe(cls, recipe: Recipe, *, mismatch_kl: float = MISMATCH_KL, gpu: str | None = None) -> RecipeFacts:
-        """Build the recipe's loss and return the facts about both."""
+    def from_recipe(cls, recipe: Recipe, *, mismatch_kl: float | None = None, gpu: str | None = None) -> RecipeFacts:
+        """Build the recipe's loss and return the facts about both; without a mismatch KL, its precisions' usual one."""
         built = build_recipe_loss(recipe)
-        return cls(
+        facts = cls(
             recipe,
             built.loss,
             tuple(problem for problem in built.problems if NOT_IMPORTED not in problem.message),
             built.warnings,
-            mismatch_kl,
+            mismatch_kl or MISMATCH_KL,
             gpu,
             provisional_loss=built.provisional,
             unsettled=built.unsettled,
             not_imported=tuple(problem for problem in built.problems if NOT_IMPORTED in problem.message),
         )
+        if mismatch_kl is None:
+            facts = replace(facts, mismatch_kl=usual_kl(facts, experts=facts.moe_key is not None)[0])
+        return facts
+
+    def with_setting(self, key: str, value: Any) -> RecipeFacts:
+        """Return the facts about the recipe with another value at a dotted key."""
+        data: dict[str, Any] = {**self.recipe.data}
+        section, (*names, last) = data, key.split(".")
+        for name in names:
+            section[name] = {**section[name]} if isinstance(section.get(name), Mapping) else {}
+            section = section[name]
+        section[last] = value
+        recipe = replace(self.recipe, data=data)
+        facts = self.from_recipe(recipe, mismatch_kl=self.mismatch_kl, gpu=self.gpu)
+        return replace(facts, measured_tokens=self.measured_tokens)
 
     @property
     def config(self) -> LossConfig:
@@ -208,6 +224,12 @@ class RecipeFacts:
         keys += [f"{self.algorithm}.async_{self.algorithm}.max_trajectory_age_steps"] if self.is_async else []
         ages = [int(age) for key in keys if (age := self.number(key)) is not None]
         return max(ages, default=None)
+
+    @property
+    def ready_first_groups(self) -> float | None:
+        """Number of prompts whose responses the sampler ``ready_first`` buffers at most; None if it is not set."""
+        prompts, lag = self.number("grpo.num_prompts_per_step"), self.number("async_rl.sampler.max_staleness_versions")
+        return None if prompts is None or lag is None else prompts * (lag + 1)
 
     @property
     def uses_single_controller(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.errors import Problem
@@ -20,7 +21,18 @@ from nemo_geomask.yaml_text import as_yaml
 def _invalid_loss(facts: RecipeFacts) -> Iterator[Hit]:
     """`loss_fn` that is invalid."""
     for problem in facts.problems:
-        yield _hit(problem, facts)
+        yield _hit(_named_by_others(problem, facts), facts)
+
+
+def _named_by_others(problem: Problem, facts: RecipeFacts) -> Problem:
+    """Return the problem of an unknown key with the key that is meant, if the key is another system's."""
+    section, _, name = problem.keys[0].rpartition(".") if len(problem.keys) == 1 else ("", "", "")
+    if section != "loss_fn" or name in LossConfig.model_fields:
+        return problem
+    from nemo_geomask.tools.translate.peer_names import nemo_rl_keys  # takes a while, and few recipes need it
+
+    meant = " and ".join(nemo_rl_keys(name, facts.get(problem.keys[0])))
+    return replace(problem, template=f"unknown key; what other systems call so is {meant}") if meant else problem
 
 
 @rule("GM002", "warning", "docs/reference/loss_reference.md")

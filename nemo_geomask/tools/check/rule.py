@@ -53,6 +53,7 @@ class Rule:
             where the checkout has none of them, the rule says nothing.
         needs_loss: False if the rule also applies to a recipe that trains no policy loss, such as one of DPO.
         applies_to_lab: False if the rule is about sections or defaults that a recipe of ``nemo-geomask lab`` lacks.
+        gives_up: True if a setting that it finds has to be given up, so that advice about the setting is left out.
         may_be_ignored: False if neither ``--ignore`` nor a comment silences the rule.
     """
 
@@ -65,6 +66,7 @@ class Rule:
     refusals: tuple[str, ...] = ()
     needs_loss: bool = True
     applies_to_lab: bool = True
+    gives_up: bool = False
     may_be_ignored: bool = True
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.config.strict import nearest
+from nemo_geomask.hosts.nemo_rl.source_words import source_texts
 from nemo_geomask.recipe import Origin
 from nemo_geomask.recipe.input_limits import load_yaml, read_text
 from nemo_geomask.tools.check.config_classes import (
@@ -23,18 +24,17 @@ from nemo_geomask.tools.check.config_classes import (
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
 from nemo_geomask.tools.check.setting_author import nemo_rl_files, user_keys
-from nemo_geomask.tools.check.source_words import source_texts
 from nemo_geomask.tools.check.value_types import AnyOf, ListOf, Section, ValueType
+from nemo_geomask.tools.check.word_rules import accepted_arguments
 
 _LOSS = "loss_fn"
 _MAX_UNKNOWN_KEYS = 100
 _SOURCE = "the example configs and the configuration classes of the NeMo-RL checkout"
-# Names that other frameworks give to settings, and NeMo-RL's names.
+# Names that other frameworks give to settings outside the loss, which translate does not read, and NeMo-RL's names.
 _OTHER_NAMES = {
     **dict.fromkeys(("learning_rate", "actor_lr", "lr_rate"), "lr"),
-    **dict.fromkeys(("num_generations", "group_size", "n_samples_per_prompt"), "num_generations_per_prompt"),
+    **dict.fromkeys(("group_size", "n_samples_per_prompt"), "num_generations_per_prompt"),
     **dict.fromkeys(("max_steps", "total_steps"), "max_num_steps"),
-    **dict.fromkeys(("beta", "kl_coef", "kl_penalty"), "reference_policy_kl_penalty"),
     **dict.fromkeys(("max_response_length", "max_tokens", "response_length"), "max_new_tokens"),
 }
 
@@ -186,7 +186,8 @@ def _unknown_key(facts: RecipeFacts) -> Iterator[Hit]:
     for key, origin, known_names in itertools.islice(unknown_keys, _MAX_UNKNOWN_KEYS):
         section, _, name = key.rpartition(".")
         is_inside = any(key.startswith((f"{outer}.", f"{outer}[")) for outer in unknown_sections)
-        if not section or is_inside:  # GM004 and GM005 report sections
+        # GM004 and GM005 report sections, and GM357 arguments.
+        if not section or is_inside or accepted_arguments(key, facts):
             continue
         guess = _correct_spelling(name, known_names)
         # A section that no class declares, such as one of keyword arguments, may have any key.
@@ -194,9 +195,10 @@ def _unknown_key(facts: RecipeFacts) -> Iterator[Hit]:
         # Source that reads a section of this name may get it from another object than the recipe.
         is_read = not isinstance(facts.get(key), Mapping) and _reads(facts.nemo_rl, section, name)
         is_closed = is_declared and not is_read and not _PASSED_ON.match(section)
-        places = (
-            _places_of(name, key, facts) if not guess and (is_closed or (name in _OTHER_NAMES and not is_read)) else ""
-        )
+        places = ""
+        if not guess and (is_closed or (name in _OTHER_NAMES and not is_read)):
+            is_foreign = name in _OTHER_NAMES or not _is_in_source(facts.nemo_rl, name)
+            places = _places_of((is_foreign and _name_in_nemo_rl(name, facts.get(key))) or name, key, facts)
         if guess or places:
             problem = f"NeMo-RL has no key {name} in {section}, so it may be ignored; did you mean {guess or places}?"
         elif is_closed and not _is_in_source(facts.nemo_rl, name):
@@ -232,6 +234,14 @@ def _correct_spelling(name: str, known_names: Collection[str]) -> str | None:
     return None
 
 
+def _name_in_nemo_rl(name: str, value: Any) -> str:
+    """Return NeMo-RL's name for a setting of another framework; empty if there is none, or several."""
+    from nemo_geomask.tools.translate.peer_names import nemo_rl_keys  # takes a while, and few recipes need it
+
+    keys = nemo_rl_keys(name, value)
+    return _OTHER_NAMES.get(name) or (keys[0].rpartition(".")[2] if len(keys) == 1 else "")
+
+
 def _places_of(name: str, key: str, facts: RecipeFacts) -> str:
     """Return up to two places where a misplaced key may belong, joined by "or"; empty if there is none.
 
@@ -239,7 +249,6 @@ def _places_of(name: str, key: str, facts: RecipeFacts) -> str:
     that share the most outer sections with ``key`` come first.
     """
     assert facts.nemo_rl is not None
-    name = _OTHER_NAMES.get(name, name)
     sections = [
         section for section, names in known_keys(facts.nemo_rl).items() if name in names and "[]" not in section
     ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from nemo_geomask.tools.check.model_shapes import ModelShape, shape_of
 from nemo_geomask.tools.check.parallel_layout import layout_keys, trained_sections
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
+
+_FP8_BLOCK = 128  # rows and columns of a block of weights that share a scale
 
 
 def _shape(section: str, facts: RecipeFacts) -> ModelShape | None:
@@ -56,3 +59,30 @@ def _layers(facts: RecipeFacts) -> Iterator[Hit]:
                 f"{facts.get(f'{section}.model_name')} to {middle_stages} stages, which does not divide; set a "
                 f"divisor, or {' and '.join(names)}",
             )
+
+
+@rule(
+    "GM358",
+    "error",
+    "vLLM `Fp8MoEMethod`, `Fp8LinearMethod` (not divisible by weight quantization block_n), issue 25292; NeMo-RL "
+    "`FP8_BLOCK_QUANT_KWARGS`",
+    refusals=('"weight_block_size": [128, 128]',),
+    applies_to_lab=False,
+)
+def _fp8_blocks(facts: RecipeFacts) -> Iterator[Hit]:
+    """vLLM's tensor-parallel size that splits a block of fp8 weights."""
+    vllm = "policy.generation.vllm_cfg"
+    shape, key = _shape("policy", facts), f"{vllm}.tensor_parallel_size"
+    has_experts, tp = facts.moe_key is not None, facts.size(key)
+    is_blocked = facts.uses_vllm and facts.get(f"{vllm}.precision") == "fp8" and not facts.is_true(f"{vllm}.is_mx")
+    # Experts on ranks of their own are not split.
+    is_split = tp > 1 and not (has_experts and facts.size(f"{vllm}.expert_parallel_size") > 1)
+    if shape is None or not is_blocked or not is_split or shape.mlp % _FP8_BLOCK or shape.mlp % (tp * _FP8_BLOCK) == 0:
+        return
+    yield Hit(
+        key,
+        f"{tp} leaves {shape.mlp / tp:g} of the {shape.mlp} columns of each {'expert' if has_experts else 'MLP'} of "
+        f"{facts.get('policy.model_name')} to a rank, which is no multiple of {_FP8_BLOCK}, the size of fp8's blocks, "
+        f"and vLLM does not start; {{fix}}{', or an expert_parallel_size' if has_experts else ''}",
+        fix={key: math.gcd(shape.mlp // _FP8_BLOCK, tp)},
+    )

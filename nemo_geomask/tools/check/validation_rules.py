@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_geomask.hosts.nemo_rl.facts import calls_dynamic_sampling_in_ppo, single_controller_lacks
+from nemo_geomask.hosts.nemo_rl.source_words import is_in_source, source_texts
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
-from nemo_geomask.tools.check.source_words import is_in_source, source_texts
 from nemo_geomask.tools.check.word_rules import nearest_word
 from nemo_geomask.yaml_text import as_yaml
 

@@ -29,6 +29,7 @@ from nemo_geomask.tools.rehearse.judgement import with_records
 from nemo_geomask.tools.rehearse.run_outcome import RunEvidence, RunResult, outcome_of
 from nemo_geomask.tools.rehearse.run_report import run_lines, verdict_lines
 from nemo_geomask.tools.rehearse.setting_changes import Change
+from nemo_geomask.tools.shared.usual_mismatch import precisions
 
 _EVENTS = "events.jsonl"
 _FORMAT = ("prompt_file", "system_prompt_file", "processor", "env_name")  # of a data set: its template and reward
@@ -151,7 +152,7 @@ class Preflight:
             loss_name=facts.config.name,
             records=self._records,
             updates=int(facts.steps_per_rollout or 1),
-            precisions=usual_mismatch.precisions(facts),
+            precisions=precisions(facts),
         )
         try:
             experts = bool(survey_run(find_run(self._records), steps).experts)

@@ -23,7 +23,7 @@ from nemo_geomask.tools.rehearse.plan import RECORDS, Plan, plan
 from nemo_geomask.tools.rehearse.run_outcome import RunEvidence, RunResult, outcome_of
 from nemo_geomask.tools.rehearse.supervision import supervised
 from nemo_geomask.tools.rehearse.tiny_models import write_prompts
-from nemo_geomask.tools.rehearse.usual_mismatch import precisions
+from nemo_geomask.tools.shared.usual_mismatch import precisions
 
 # Module of the driver's process. It is not imported here, because its own imports take seconds.
 _DRIVER = "nemo_geomask.tools.rehearse.driver"

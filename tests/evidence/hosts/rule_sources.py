@@ -15,9 +15,9 @@ from pathlib import Path
 import yaml
 
 from nemo_geomask.hosts.nemo_rl.installed_version import commit_of
+from nemo_geomask.hosts.nemo_rl.source_words import source_texts
 from nemo_geomask.recipe import ROOT_VARIABLE, read_recipe
 from nemo_geomask.tools.check import RULES, RecipeFacts, Rule, check
-from nemo_geomask.tools.check.source_words import source_texts
 from tests.helpers.markdown import markdown_table
 from tests.tools.check.rule_cases import CASES, changed
 

@@ -208,6 +208,9 @@ LEFT_OUT = {"name": "grpo", "normalize_rewards": True, "use_leave_one_out_baseli
 THRESHOLD_OF_STOP = "grpo.stop_at_validation_threshold"
 GYM = "env.should_use_nemo_gym"
 ROUTER = "async_rl.generation_router"
+DTENSOR_SP = "policy.dtensor_cfg.sequence_parallel"
+DISTILLED_ON = {"distillation.max_num_steps": 9, "grpo": None, "loss_fn": None}
+WAITING, BUFFER = {"async_rl.sampler.max_staleness_versions": 2}, "async_rl.max_buffered_rollouts"
 READY_FIRST = {**SINGLE_FITS, "async_rl.sampler.name": "ready_first"}
 PPO_AGE = "ppo.async_ppo.max_trajectory_age_steps"
 GYM_FITS = {
@@ -218,6 +221,8 @@ OPTIMIZER = "policy.megatron_cfg.optimizer"
 _YARN = ("original_max_position_embeddings", "mscale", "mscale_all_dim")
 MEGATRON_YARN = {**MEGATRON, **{f"policy.hf_config_overrides.rope_scaling.{name}": 1 for name in _YARN}}
 SAVE_FORMAT = "checkpointing.model_save_format"
+SAMPLER_TP = f"{VLLM}.tensor_parallel_size"
+FP8_EXPERTS = {**MOE, SAMPLER_PRECISION: "fp8", CORRECT: True}
 PER_LOADER = "data.num_prompts_per_dataloader"
 CASES = {
     "GM001": [({"loss_fn.ratio_clip_mim": 0.1}, {CLIP_MIN: 0.1})],
@@ -596,6 +601,11 @@ CASES = {
     ],
     "GM221": [({NLL: 0.1}, {NLL: 0.0}), ({NLL: 0.1}, {NLL: 0.1, "ppo": {}})],
     "GM226": [
+        (
+            {SHAPING: True, **SHAPED, "grpo.reward_shaping.overlong_buffer_length": 2000},
+            {SHAPING: True, **SHAPED},
+        ),
+        ({"grpo.invalid_tool_call_advantage": 5.0}, {"grpo.invalid_tool_call_advantage": -5.0}),
         *(
             ({SCALING: {**SCALED, name: value}}, {SCALING: {**SCALED, name: value, "enabled": False}})
             for name, value in (("source_max", 0.0), ("source_min", 2.0), ("target_max", -1.0))
@@ -746,6 +756,11 @@ CASES = {
         ({"grpo": None, **section, **wrong}, {"grpo": None, **section, **right})
         for section, wrong, right in (
             (DPO, {PACKING: True}, {PACKING: False}),
+            (
+                {"loss_fn": None, "distillation.max_num_steps": 9, **DTENSOR, DTENSOR_SP: True},
+                {PACKING: True},
+                {PACKING: False},
+            ),
             ({**DPO, PACKING: False}, {"policy.dynamic_batching.enabled": True}, {}),
             (
                 {**DPO, PACKING: False},
@@ -791,6 +806,28 @@ CASES = {
             {"grpo.max_num_steps": 20, "policy.megatron_cfg.scheduler.lr_warmup_iters": 5},
         ),
         ({**VALIDATED, "grpo.max_num_steps": 5}, {**VALIDATED, "grpo.max_num_steps": 5, "grpo.val_at_end": True}),
+    ],
+    "GM356": [
+        (
+            {"sft.max_num_steps": 9, "grpo": None, "loss_fn": None, "data.max_input_seq_length": 128},
+            {"sft.max_num_steps": 9, "grpo": None, "loss_fn": None, "data.max_input_seq_length": 4096},
+        ),
+        ({"data.train.split_validation_size": 5}, {"data.train.split_validation_size": 0.05}),
+        ({"data.train.split_validation_size": 5}, {"data.train.split_validation_size": 500}),
+    ],
+    "GM357": [
+        ({"policy.optimizer": {"name": "torch.optim.AdamW", "kwargs": wrong}}, {"policy.optimizer": right})
+        for wrong, right in (
+            ({"learning_rate": 1e-6}, {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-6, "betas": [0.9, 0.999]}}),
+            ({"lr": 1e-6, "weight_decy": 0.1}, {"name": "nobodys.optim.AdamW", "kwargs": {"weight_decy": 0.1}}),
+        )
+    ],
+    "GM358": [
+        ({**FP8_EXPERTS, SAMPLER_TP: 4}, {**FP8_EXPERTS, SAMPLER_TP: 2}),
+        ({**FP8_EXPERTS, SAMPLER_TP: 4}, {**FP8_EXPERTS, SAMPLER_TP: 4, f"{VLLM}.expert_parallel_size": 4}),
+        ({**FP8_EXPERTS, SAMPLER_TP: 4}, {**FP8_EXPERTS, SAMPLER_TP: 4, SAMPLER_PRECISION: "bfloat16"}),
+        ({**FP8_EXPERTS, SAMPLER_TP: 4}, {**FP8_EXPERTS, SAMPLER_TP: 4, f"{VLLM}.is_mx": True}),
+        ({**FP8_EXPERTS, MODEL: "Qwen/Qwen2.5-7B", SAMPLER_TP: 8}, {**FP8_EXPERTS, MODEL: "x/8B", SAMPLER_TP: 8}),
     ],
     "GM353": [({**CARDS, PACKING: False, SCORING: 3}, {**CARDS, SCORING: 3, PACKING: True})],
     "GM354": [
@@ -903,6 +940,9 @@ CASES = {
             {MASKS: [{"preset": "product", "min": 0.5, "max": 2.0}], "policy.max_total_sequence_length": 300},
         ),
         ({MASKS: [GEOMETRIC], "kl": 0.05}, {MASKS: [GEOMETRIC]}),
+        # The mismatch that is usual for the recipe's precisions, and bounds that keep about half.
+        ({**FP8_EXPERTS, MASKS: [{**GEOMETRIC, "min": 0.992}], "kl": None}, {**MOE, MASKS: [GEOMETRIC], "kl": None}),
+        ({MASKS: [{**GEOMETRIC, "min": 0.9995}]}, {MASKS: [{**GEOMETRIC, "min": 0.999}]}),
         # On the total log-ratio too; not on staleness alone.
         ({MASKS: [{**ON_TOTAL, "log_ratio": "total"}]}, {MASKS: [{**ON_TOTAL, "log_ratio": "policy"}]}),
         # Truncations that are masks.
@@ -959,7 +999,11 @@ CASES = {
                 ("data.train.dataset_name", "OpenMathInstruct2", "OpenMathInstruct-2"),
                 ("data.train.dataset_name", "OpenMathInstruct2", "my_package.MyDataset"),
                 ("env.math.math_verify_impl", "hf_math", "hf_math_verify"),
-                # What NeMo-RL passes on, or does not read, is free; a registry that a function adds to is open.
+                # A registry that a function adds to is open for words that resemble none of its own.
+                ("data.default.processor", "math_data_procesor", "my_own_preparation"),
+                ("policy.optimizer.name", "torch.optim.AdmW", "torch.optim.Adam"),
+                ("policy.optimizer.name", "torch.optim.AdmW", "torch.optim.lr_scheduler.LinearLR"),
+                # What NeMo-RL passes on, or does not read, is free.
                 ("policy.precision", "bf16", "bfloat16"),
             )
         ),
@@ -977,12 +1021,9 @@ CASES = {
         *(
             ({key: wrong, "reads": NEWEST}, {key: right, "reads": NEWEST})
             for key, wrong, right in (
-                ("data.default.processor", "math_data_procesor", "my_own_preparation"),
                 ("checkpointing.model_save_format", "safetensor", "torch_save"),
                 ("policy.megatron_cfg.moe_router_dtype", "fp65", "fp32"),
-                ("policy.optimizer.name", "torch.optim.AdmW", "torch.optim.Adam"),
                 ("policy.optimizer.name", "torch.optm.AdamW", "some_package.optim.AdamX"),
-                ("policy.optimizer.name", "torch.optim.AdmW", "torch.optim.lr_scheduler.LinearLR"),
             )
         ),
         (
@@ -1033,6 +1074,10 @@ CASES = {
         ({**CARDS, EP: 3}, {EP: 3}),
     ],
     "GM331": [
+        (
+            {**DISTILLED_ON, **CARDS, "cluster.num_nodes": 1, COLOCATED: {"enabled": False, "resources": {}}},
+            {**DISTILLED_ON, **CARDS, **APART},
+        ),
         (
             {**CARDS, f"{COLOCATED}": {"enabled": False, "resources": {"gpus_per_node": 8, "num_nodes": 2}}},
             {**CARDS, **APART},
@@ -1099,6 +1144,7 @@ CASES = {
         ({**SAVED, METRIC: "val_reward"}, {METRIC: "val_reward"}),
     ],
     "GM339": [
+        ({**READY_FIRST, **WAITING, BUFFER: 64}, {**READY_FIRST, **WAITING, BUFFER: 96}),
         ({BATCH: 0}, {BATCH: 128}),
         ({SAVE_PERIOD: 0}, {SAVE_PERIOD: 1}),
         ({RATE: -1e-6}, {RATE: 0.0}),
@@ -1187,6 +1233,13 @@ CASES = {
         (
             {"env.math.num_workers": 1, "data.train": [{"env_name": "math"}, {"env_name": "code"}]},
             {"env.math.num_workers": 1, "data.train": [{"env_name": "math"}]},
+        ),
+        *(
+            (
+                {"env.dapo.num_workers": 1, "data.default.env_name": "dapo", "reads": NEWEST},
+                {f"env.{name}.num_workers": 1, "data.default": {"env_name": name, **others}, "reads": NEWEST},
+            )
+            for name, others in (("math", {}), ("clevr", {"processor": "vlm_hf_data_processor"}))
         ),
     ],
 }

@@ -86,6 +86,14 @@ ENV_REGISTRY = {
         "actor_class_fqn": "nemo_rl.environments.math_environment.Several",
     },
 }
+
+
+def create_env(env_name):
+    assert env_name in ENV_REGISTRY, "not registered"
+
+
+def register_env(env_name, name):
+    ENV_REGISTRY[env_name] = name
 """,
     "environments/math_environment.py": """
 class One(Environment):

@@ -14,6 +14,7 @@ from nemo_geomask.cli import main
 from nemo_geomask.config.conflicts import find_conflicts
 from nemo_geomask.config.loss_settings import LossSettings
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.hosts.nemo_rl.source_words import words_in_source
 from nemo_geomask.recipe import Recipe, nemo_rl_root, read_recipe
 from nemo_geomask.recipe import recipe_file as recipes
 from nemo_geomask.recipe.origins import Origins
@@ -23,7 +24,6 @@ from nemo_geomask.tools.check.model_shapes import has_experts
 from nemo_geomask.tools.check.recipe_check import UNCHECKED_SECTIONS
 from nemo_geomask.tools.check.recipe_fixes import fix_recipe
 from nemo_geomask.tools.check.setting_author import user_keys
-from nemo_geomask.tools.check.source_words import words_in_source
 from nemo_geomask.tools.check.word_rules import nearest_word
 from nemo_geomask.yaml_text import inline_yaml
 
@@ -166,8 +166,15 @@ def test_only_a_misspelling_has_a_nearest_word(value, word):
 
 def test_a_key_has_the_words_of_its_own_section_registry_and_algorithm(tmp_path):
     modules = {
-        "response.py": 'NAMES = {"a": 1}\ndef load(dataset_name):\n    return NAMES[dataset_name]\n',
+        "response_datasets.py": 'NAMES = {"a": 1}\ndef load(dataset_name):\n    return NAMES[dataset_name]\n',
         "preference_datasets.py": 'NAMES = {"b": 1}\ndef load(dataset_name):\n    return NAMES[dataset_name]\n',
+        "distilled.py": "class DistilledLossFn:\n    def __init__(self, cfg):\n        self.kl_type = cfg.kl_type\n"
+        '        assert self.kl_type in ["forward", "mixed"]\n',
+        "rewards.py": 'def start(cfg):\n    for each in cfg["reward_functions"]:\n        name = each["name"]\n'
+        '        if name == "format":\n            pass\n        elif name == "exact":\n            pass\n'
+        "        else:\n            raise ValueError\n",
+        "processors.py": 'MADE = {"p": 1}\ndef add(name):\n    MADE[name] = 1\n'
+        'def load(cfg):\n    assert cfg["processor"] in MADE\n',
         "plane.py": 'def start(data_plane):\n    assert data_plane["backend"] in ("nccl", "x")\n',
         "loss.py": 'TRANSPORTS = Literal["nixl", "zmq"]\n'
         "def kl(kl_type, transport):\n"
@@ -183,10 +190,16 @@ def test_a_key_has_the_words_of_its_own_section_registry_and_algorithm(tmp_path)
     for name, text in modules.items():
         (tmp_path / "nemo_rl" / name).write_text(text)
 
-    def accepted(section, key):
-        return words_in_source(tmp_path, section, key, "grpo")[1]
+    def accepted(section, key, algorithm="grpo"):
+        return words_in_source(tmp_path, section, key, algorithm).accepted
 
     assert accepted("train", "dataset_name") == {"a"}
+    assert accepted("train", "dataset_name", "dpo") == {"b"}
+    # A class that checks its own setting; items of a list; a registry to which a function adds.
+    assert accepted("loss_fn", "kl_type", "distillation") == {"forward", "mixed"}
+    assert accepted("reward_functions", "name") == {"format", "exact"}
+    assert accepted("default", "processor") == set()
+    assert words_in_source(tmp_path, "default", "processor", "grpo").registered == {"p"}
     assert accepted("generation", "backend") == {"vllm", "sglang"}
     assert accepted("data_plane", "backend") == {"nccl", "x"}
     assert accepted("checkpointing", "metric_name") == set()

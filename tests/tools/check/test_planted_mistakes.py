@@ -1,7 +1,8 @@
 """Mistakes that users make, each planted in a recipe: ``check`` finds it, and names the key.
 
 ``planted/mistakes.yaml`` has the mistakes, and the other files of that folder the recipes. The NeMo-RL checkout is a
-stand-in with the keys and types of those recipes and, where ``NEMO_RL_ROOT`` names one, a real checkout.
+stand-in with the keys and types of those recipes and, where ``NEMO_RL_ROOT`` names one, a real checkout. A recipe with
+keys that an older checkout lacks does not count there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from nemo_geomask.hosts.nemo_rl.facts import SETTING_READERS
+from nemo_geomask.hosts.nemo_rl.source_words import is_in_source
 from nemo_geomask.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
 from nemo_geomask.tools.check import Finding, RecipeFacts, check
 from tests.tools.check.stand_in_source import write_source
@@ -108,8 +110,15 @@ def findings(request, tmp_path_factory):
         facts = RecipeFacts.from_recipe(read_recipe(path, leave=("data", "env", "logger")))
         return [finding for finding in check(facts).findings if finding.rule.severity != "note"]
 
+    find.root = root
     yield find
     patch.undo()
+
+
+def keys_lacked(recipe: str, findings: Any) -> list[str]:
+    """Return the keys of a recipe that an older NeMo-RL does not have: with them it is not right there."""
+    reported = [finding.key for finding in findings(recipe, {}) if finding.rule.id in ("GM005", "GM006", "GM205")]
+    return [key for key in dict.fromkeys(reported) if not is_in_source(findings.root, key.rpartition(".")[2])]
 
 
 def test_there_are_as_many_as_promised():
@@ -119,13 +128,18 @@ def test_there_are_as_many_as_promised():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_recipes_themselves_are_right(recipe, findings):
+    if lacked := keys_lacked(recipe, findings):
+        pytest.skip(f"this NeMo-RL lacks {', '.join(lacked)}")
     assert [(finding.rule.id, finding.key, finding.message) for finding in findings(recipe, {})] == []
 
 
 @pytest.mark.slow
 def test_mistakes_are_found_at_their_key(findings):
     missed = []
-    for mistake in MISTAKES:
+    lacked = {recipe: keys for recipe in RECIPES if (keys := keys_lacked(recipe, findings))}
+    if len(lacked) == len(RECIPES):
+        pytest.skip(f"this NeMo-RL lacks keys of every recipe: {lacked}")
+    for mistake in (mistake for mistake in MISTAKES if mistake["recipe"] not in lacked):
         keys = mistake["key"] if isinstance(mistake["key"], list) else [mistake["key"]]
         found = findings(mistake["recipe"], mistake["set"])
         if not any(finding.key in keys for finding in found):

@@ -25,14 +25,18 @@ from tests.tools.check.rule_cases import (
     CLASSES,
     CLEAN,
     CORRECT,
+    DPO,
     GEOMASK,
     GEOMETRIC,
+    GYM_FITS,
     KL,
     KL_TYPE,
     LEVEL,
     MASKS,
+    MODE,
     MOE,
     NEWEST,
+    PACKING,
     PADDING,
     REPLAY,
     SAVED,
@@ -198,6 +202,80 @@ def test_errors_come_first(findings):
         finding.rule.severity for finding in findings({**MOE, REPLAY: True, BATCH: 100, "policy.precision": "float16"})
     ]
     assert severities == ["error", "warning", "note"]
+
+
+PACKED_DPO = {
+    "grpo": None,
+    **DPO,
+    PACKING: True,
+    "reads": NEWEST,
+    "classes": """
+from nemo_rl.models.policy import PolicyConfig
+
+
+class MasterConfig(BaseModel, extra="allow"):
+    policy: PolicyConfig
+
+
+class PolicyConfig(TypedDict):
+    sequence_packing: Packed | Unpacked
+
+
+class Packed(TypedDict):
+    enabled: Literal[True]
+    algorithm: str
+
+
+class Unpacked(TypedDict):
+    enabled: Literal[False]
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # Keys for what DPO refuses altogether, and log-probs for what NeMo-Gym does.
+        (PACKED_DPO, ["GM352"]),
+        ({**GYM_FITS, MODE: "raw_logprobs", "policy.generation.top_k": 50}, ["GM352"]),
+        # Another way out remains there: packing could be given up.
+        ({"policy.dynamic_batching.enabled": True, "policy.dynamic_batching.train_mb_tokens": 9}, ["GM322", "GM409"]),
+    ],
+)
+def test_advice_about_what_is_refused_anyway_is_left_out(changes, expected, findings):
+    ids = {finding.rule.id for finding in findings(changes)}
+    assert sorted(ids & {"GM009", "GM102", "GM322", "GM352", "GM409"}) == expected
+
+
+def test_a_bound_of_zero_is_not_copied_to_what_exceeds_it(findings):
+    rates = {"policy.megatron_cfg.optimizer": {"lr": 0, "min_lr": 0}}
+    warmup = "policy.megatron_cfg.scheduler.lr_warmup_init"
+    fixes = {(each.rule.id, each.key): each.fix for each in findings({**rates, warmup: 3e-8})}
+    assert fixes["GM341", warmup] == {}
+    rates["policy.megatron_cfg.optimizer"]["lr"] = 1e-8
+    assert {warmup: 1e-8} in [each.fix for each in findings({**rates, warmup: 3e-8})]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "meant"),
+    [
+        ("clip_ratio_high", 0.28, "loss_fn.ratio_clip_max"),
+        ("ratio_clip_high", 0.28, "loss_fn.ratio_clip_max"),
+        ("eps_clip", 0.1, "loss_fn.ratio_clip_min and loss_fn.ratio_clip_max"),
+        ("beta", 0.04, "loss_fn.reference_policy_kl_penalty"),
+        ("tis_clip", 3.0, "loss_fn.truncated_importance_sampling_ratio"),
+    ],
+)
+def test_the_key_of_another_system_is_translated(key, value, meant, findings):
+    hit = next(each for each in findings({f"loss_fn.{key}": value}) if each.rule.id == "GM001")
+    assert hit.message == f"unknown key; what other systems call so is {meant}"
+
+
+def test_no_message_says_its_fix_twice(findings):
+    for pairs in CASES.values():
+        for fires, _ in pairs[:1]:
+            for finding in findings(fires):
+                assert not re.search(r"(set [^;,]+); \1$", finding.message), finding.message
 
 
 def test_an_invalid_setting_of_the_loss_hides_no_other_rule(findings):

@@ -13,6 +13,7 @@ from nemo_geomask.hosts.nemo_rl import launch, patch
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.check import RecipeFacts
 from nemo_geomask.tools.rehearse import event_hooks, preflight, usual_mismatch
+from nemo_geomask.tools.shared.usual_mismatch import USUAL
 from tests.tools.rehearse.base_recipe import BASE
 from tests.tools.rehearse.made_records import proof, refit, write_record
 
@@ -213,4 +214,4 @@ def test_the_mismatch_is_held_against_what_is_usual(recipe, overrides, experts, 
     limits = usual_mismatch.usual_limits(RecipeFacts.from_recipe(read_recipe(recipe, overrides)), experts=experts)
     assert limits.k3 == pytest.approx(3 * k3)
     assert source in limits.of
-    assert json.dumps(usual_mismatch.USUAL["fp8", True][0]) == "0.0106"
+    assert json.dumps(USUAL["fp8", True][0]) == "0.0106"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +19,11 @@ from nemo_geomask.recipe.input_limits import parse_python, read_source
 _GENERIC_KEYS = ("name", "type", "mode", "format", "backend")
 """Keys that say little without their section, so that only comparisons within a section of that name count."""
 _ANY_SECTION = re.compile(r"(master_|data_|policy_|base_)?(config|cfg|self|kwargs|args|settings|s|c)s?")
-_OTHER_MODULES = re.compile(r"/(dpo|rm|sft|distillation|run_eval|evals|eval_datasets|preference_datasets)\b")
-"""Modules that train no policy loss, which have registries of their own under the same names."""
+_MODULES = re.compile(r"/(grpo|ppo|dpo|rm|sft|distillation|run_eval|evals|\w+_datasets)\b")
+"""Modules of one algorithm, or of the data that some take, which have registries of their own under the same names."""
+_EVALUATION = ("evals", "run_eval")
+_DATASETS = {"dpo": "preference_datasets", "rm": "preference_datasets", "eval": "eval_datasets"}
+"""Modules of the data of algorithms that take others than prompts and their answers."""
 # A key that an expression reads at its end, and the section before it: x["key"], x.get("key"), x.key.
 _READ = re.compile(r"""\['([^']+)'\]|\.(?:get|pop)\('(\w+)'[^()]*\)|(?:^|\.)([A-Za-z_]\w*)(?=$|[.\[])""")
 _FORM = re.compile(r"'\W' not in .*")
@@ -34,6 +37,15 @@ class WordComparison(NamedTuple):
     key: str
     words: tuple[str, ...]
     is_closed: bool  # True if the source refuses other words
+    is_fixed: bool = True  # False if a function adds words to those that it compares with
+
+
+class SourceWords(NamedTuple):
+    """Words of a key."""
+
+    compared: frozenset[str]  # all that the source compares the key with
+    accepted: Collection[str]  # those that are all it accepts; empty if open
+    registered: Collection[str]  # those of a registry to which start scripts may add; empty if there is none
 
 
 @functools.cache
@@ -50,25 +62,24 @@ def is_in_source(checkout: Path, text: str) -> bool:
 
 
 @functools.cache
-def words_in_source(checkout: Path, section: str, key: str, algorithm: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the words that NeMo-RL compares a key with, and those that are all it accepts; empty if open.
+def words_in_source(checkout: Path, section: str, key: str, algorithm: str) -> SourceWords:
+    """Return the words that NeMo-RL compares a key with.
 
     Args:
         checkout: folder of NeMo-RL's source.
         section: name of the section that the key is in, without those around it.
         key: name of the key.
-        algorithm: ``grpo`` or ``ppo``, for which the trainers of others are left out; or another algorithm.
+        algorithm: name of the recipe's algorithm; the trainers and the data of others are left out.
     """
-    other = checkout / "nemo_rl/algorithms" / ("ppo.py" if algorithm == "grpo" else "grpo.py")
-    trains_policy_loss = algorithm in ("grpo", "ppo")
+    own = {algorithm, _DATASETS.get(algorithm, "response_datasets"), *(_EVALUATION if algorithm == "eval" else ())}
     words: set[str] = set()
-    accepted: set[str] = set()
-    is_closed = False
+    here: list[WordComparison] = []
     for path, text in source_texts(checkout).items():
         keys = {key, *(() if key in _GENERIC_KEYS else _parameters(checkout, key))}
-        if not any(each in text for each in keys) or path == other or (key in _GENERIC_KEYS and section not in text):
+        if not any(each in text for each in keys) or (key in _GENERIC_KEYS and section not in text):
             continue
-        if trains_policy_loss and _OTHER_MODULES.search(path.relative_to(checkout).as_posix()):
+        module = _MODULES.search(path.relative_to(checkout).as_posix())
+        if module and module[1] not in own:
             continue
         for comparison in _comparisons(checkout, path):
             has_own_name = key not in _GENERIC_KEYS and not comparison.section
@@ -76,10 +87,15 @@ def words_in_source(checkout: Path, section: str, key: str, algorithm: str) -> t
             is_key = comparison.key == key or (comparison.key in keys and not comparison.section)
             if is_key and (is_here or key not in _GENERIC_KEYS):
                 words.update(comparison.words)
-                accepted.update(comparison.words if is_here else ())
-                is_closed = is_closed or bool(comparison.is_closed and is_here)
+                here += [comparison] if is_here else []
     # A section may be compared in several places, of which one refuses what belongs to another section of its name.
-    return frozenset(words), frozenset(accepted if is_closed else ())
+    # Where it refuses words itself, a mere name elsewhere is that of another key's parameter.
+    owned = [each for each in here if each.section]
+    here = owned if any(each.is_closed and each.is_fixed for each in owned) else here
+    closed = [each for each in here if each.is_closed]
+    accepted = frozenset(word for each in here for word in each.words)
+    is_fixed, none = any(each.is_fixed for each in closed), frozenset[str]()
+    return SourceWords(frozenset(words), accepted if is_fixed else none, none if is_fixed or not closed else accepted)
 
 
 @functools.cache
@@ -184,9 +200,12 @@ class _Scope:
                 self.nodes += ast.iter_child_nodes(node)
         targets = [node.target for node in self.nodes if isinstance(node, ast.For | ast.comprehension)]
         # Variables of loops read no key, although they may be named like one.
-        self.loops = {part.id for each in targets for part in ast.walk(each) if isinstance(part, ast.Name)}
+        self.loops = {part.id: "" for each in targets for part in ast.walk(each) if isinstance(part, ast.Name)}
         self.keys: dict[str, tuple[str, str]] = {}
         self.constants: dict[str, ast.expr] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.For) and isinstance(node.target, ast.Name) and (key := self._key(node.iter)):
+                self.loops[node.target.id] = key[1]  # an item of a list of sections
         for node in self.nodes:
             match node:
                 case (
@@ -241,7 +260,7 @@ class _Scope:
         key = self._key(node)
         words, is_fixed = self._words(container) if key else ((), False)
         if key and words:
-            yield WordComparison(*key, words, is_closed and is_fixed)
+            yield WordComparison(*key, words, is_closed, is_fixed)
 
     def _words(self, node: ast.expr) -> tuple[tuple[str, ...], bool]:
         name = re.sub(r"^get_args\((.+)\)$", r"\1", ast.unparse(node)).removesuffix(".keys()").rpartition(".")[2]
@@ -262,7 +281,7 @@ class _Scope:
         if last is None or last.end() != len(text):
             return None
         before = section[section.lastindex or 0] if section and section.end() == last.start() else ""
-        before = "" if before in self.loops else self.keys.get(before, ("", before))[1]
+        before = self.loops[before] if before in self.loops else self.keys.get(before, ("", before))[1]
         is_owner = before == "self" and self.owner
         before = "" if _ANY_SECTION.fullmatch(before) else before
         return self.owner if is_owner else before, last[last.lastindex or 0]

@@ -1,0 +1,34 @@
+"""Mismatch that is usual for a pair of precisions and a kind of model, with its sources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nemo_geomask.tools.check.recipe_facts import RecipeFacts
+
+USUAL: Mapping[tuple[str, bool], tuple[float, str]] = {
+    # By the engine's precision and whether the model has experts: the largest usual gen_kl_error (k3, nats a token),
+    # and who measured it.
+    ("bfloat16", False): (1e-3, "NeMo-RL docs/guides/grpo.md: about 1e-3"),
+    ("bfloat16", True): (3.2e-3, "NeMo-RL issue 2971: 0.0015 to 0.0032 over six layouts of a 30B model"),
+    ("fp8", False): (1.8e-3, "NeMo-RL docs/guides/models/qwen/qwen3-5.md: 0.0014 to 0.0018 of the 9B model"),
+    ("fp8", True): (1.06e-2, "NeMo-RL issue 2971: 0.0056 to 0.0106; qwen3-5.md: 0.0024 to 0.0031 of the 35B model"),
+    ("nvfp4", False): (1e-3, "NeMo-RL docs/guides/quantization-aware-rl.md: at first close to that of bfloat16"),
+    ("nvfp4", True): (3.2e-3, "NeMo-RL docs/guides/quantization-aware-rl.md: at first close to that of bfloat16"),
+}
+
+
+def precisions(facts: RecipeFacts) -> tuple[str, str]:
+    """Return the precisions of trainer and engine: ``float32``, ``bfloat16``, ``fp8`` or ``nvfp4``."""
+    trainer = "fp8" if facts.is_true("policy.megatron_cfg.fp8_cfg.enabled") else str(facts.get("policy.precision"))
+    engine = str(facts.get("policy.generation.vllm_cfg.precision", facts.get("policy.precision")))
+    is_quantised = [facts.get(f"{section}.quant_cfg") is not None for section in ("policy", "policy.generation")]
+    return "nvfp4" if is_quantised[0] else trainer, "nvfp4" if is_quantised[1] else engine
+
+
+def usual_kl(facts: RecipeFacts, *, experts: bool) -> tuple[float, str]:
+    """Return the largest usual mismatch KL of a recipe's precisions in nats per token, and who measured it."""
+    pair = precisions(facts)
+    return USUAL[next((name for name in ("nvfp4", "fp8") if name in pair), "bfloat16"), experts]
