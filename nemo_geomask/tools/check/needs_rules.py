@@ -111,7 +111,8 @@ def _outside(key: str, required: Mapping[str, Any], facts: RecipeFacts) -> tuple
         limit = _number(bound, facts) if test in _COMPARISONS else None
         if limit is None or number is None or _COMPARISONS[test][0](number, limit):
             continue
-        words = f"{_COMPARISONS[test][1]} {f'{bound}: ' if isinstance(bound, str) else ''}{limit:g}"
+        name = f"{bound}: " if isinstance(bound, str) and not bound.startswith("facts.") else ""
+        words = f"{_COMPARISONS[test][1]} {name}{limit:g}"
         if bound == 1 and test == "most" and number <= 100:
             return words, {key: number / 100}
         if test == "divides" and limit >= 1:

@@ -226,10 +226,10 @@ class RecipeFacts:
         return max(ages, default=None)
 
     @property
-    def ready_first_groups(self) -> float | None:
+    def ready_first_groups(self) -> int | None:
         """Number of prompts whose responses the sampler ``ready_first`` buffers at most; None if it is not set."""
         prompts, lag = self.number("grpo.num_prompts_per_step"), self.number("async_rl.sampler.max_staleness_versions")
-        return None if prompts is None or lag is None else prompts * (lag + 1)
+        return None if prompts is None or lag is None else int(prompts * (lag + 1))
 
     @property
     def uses_single_controller(self) -> bool:
