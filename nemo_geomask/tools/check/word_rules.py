@@ -43,7 +43,9 @@ def _words(key: str, facts: RecipeFacts) -> SourceWords:
     """Return the words that NeMo-RL knows at a key, those of its recipes among them."""
     assert facts.nemo_rl is not None
     *_, section, name = ["", *re.sub(r"\[\d+\]", "", key).split(".")]
-    words = words_in_source(facts.nemo_rl, section.removesuffix("_cfg"), name, facts.algorithm)
+    others = ("sft", "dpo", "rm", "distillation", "eval") if facts.other_algorithm else ()
+    algorithm = next((other for other in others if other in facts.recipe.data), facts.algorithm)
+    words = words_in_source(facts.nemo_rl, section.removesuffix("_cfg"), name, algorithm)
     compared = words.compared | words_in_recipes(facts.nemo_rl).get((section, name), frozenset())
     return words._replace(compared=compared, accepted=_VLLM_WORDS.get(key) or words.accepted)
 

@@ -813,7 +813,7 @@ CASES = {
             {"sft.max_num_steps": 9, "grpo": None, "loss_fn": None, "data.max_input_seq_length": 4096},
         ),
         ({"data.train.split_validation_size": 5}, {"data.train.split_validation_size": 0.05}),
-        ({"data.train.split_validation_size": 5}, {"data.train.split_validation_size": 500}),
+        ({"data.train.split_validation_size": 5}, {"data.train.split_validation_size": 64}),
     ],
     "GM357": [
         ({"policy.optimizer": {"name": "torch.optim.AdamW", "kwargs": wrong}}, {"policy.optimizer": right})
