@@ -136,7 +136,7 @@ def test_a_log_passes_the_rooms_of_diagnose_one_way():
 
 
 # Tools whose public functions other tools may use; tools/shared is for all of them.
-SHARED_TOOLS = ("check", "diagnose")
+SHARED_TOOLS = ("check", "diagnose", "translate")
 
 
 def _imports_of_other_tools(path: Path):

@@ -62,7 +62,7 @@ class RecipeFacts:
             not_imported=tuple(problem for problem in built.problems if NOT_IMPORTED in problem.message),
         )
         if mismatch_kl is None:
-            facts = replace(facts, mismatch_kl=usual_kl(facts, experts=facts.moe_key is not None)[0])
+            facts = replace(facts, mismatch_kl=usual_kl(facts.get, experts=facts.moe_key is not None)[0])
         return facts
 
     def with_setting(self, key: str, value: Any) -> RecipeFacts:

@@ -29,7 +29,7 @@ def _named_by_others(problem: Problem, facts: RecipeFacts) -> Problem:
     section, _, name = problem.keys[0].rpartition(".") if len(problem.keys) == 1 else ("", "", "")
     if section != "loss_fn" or name in LossConfig.model_fields:
         return problem
-    from nemo_geomask.tools.translate.peer_names import nemo_rl_keys  # takes a while, and few recipes need it
+    from nemo_geomask.tools.translate import nemo_rl_keys  # takes a while, and few recipes need it
 
     meant = " and ".join(nemo_rl_keys(name, facts.get(problem.keys[0])))
     return replace(problem, template=f"unknown key; what other systems call so is {meant}") if meant else problem

@@ -236,7 +236,7 @@ def _correct_spelling(name: str, known_names: Collection[str]) -> str | None:
 
 def _name_in_nemo_rl(name: str, value: Any) -> str:
     """Return NeMo-RL's name for a setting of another framework; empty if there is none, or several."""
-    from nemo_geomask.tools.translate.peer_names import nemo_rl_keys  # takes a while, and few recipes need it
+    from nemo_geomask.tools.translate import nemo_rl_keys  # takes a while, and few recipes need it
 
     keys = nemo_rl_keys(name, value)
     return _OTHER_NAMES.get(name) or (keys[0].rpartition(".")[2] if len(keys) == 1 else "")

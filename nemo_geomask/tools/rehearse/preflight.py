@@ -152,7 +152,7 @@ class Preflight:
             loss_name=facts.config.name,
             records=self._records,
             updates=int(facts.steps_per_rollout or 1),
-            precisions=precisions(facts),
+            precisions=precisions(facts.get),
         )
         try:
             experts = bool(survey_run(find_run(self._records), steps).experts)

@@ -157,7 +157,7 @@ def _judge(
         records=records,
         updates=max(1, planned.rollouts // rows),
         log=log,
-        precisions=precisions(facts),
+        precisions=precisions(facts.get),
         is_validated=settings.validate,
         forecasts=settings.forecasts,
     )

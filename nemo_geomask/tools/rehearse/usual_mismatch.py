@@ -22,9 +22,9 @@ UPDATE = HealthyLimits(noise=0.1, far=0.1, of="a trainer against itself")
 
 def usual_limits(facts: RecipeFacts, *, experts: bool) -> HealthyLimits:
     """Return the limits on the mismatch of a recipe's run."""
-    pair = precisions(facts)
+    pair = precisions(facts.get)
     lowest = next((name for name in ("nvfp4", "fp8") if name in pair), "bfloat16")
-    k3, source = usual_kl(facts, experts=experts)
+    k3, source = usual_kl(facts.get, experts=experts)
     kind = "a mixture of experts" if experts else "a dense model"
     of = f"{kind}, {pair[0]} trainer and {pair[1]} engine ({source})"
     limits = HealthyLimits(noise=_NOISE[lowest], far=_FAR if lowest == "bfloat16" else 0.25, of=of, k3=_MARGIN * k3)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from nemo_geomask.tools.check.recipe_facts import RecipeFacts
+from collections.abc import Callable, Mapping
+from typing import Any
 
 USUAL: Mapping[tuple[str, bool], tuple[float, str]] = {
     # By the engine's precision and whether the model has experts: the largest usual gen_kl_error (k3, nats a token),
@@ -20,15 +17,19 @@ USUAL: Mapping[tuple[str, bool], tuple[float, str]] = {
 }
 
 
-def precisions(facts: RecipeFacts) -> tuple[str, str]:
-    """Return the precisions of trainer and engine: ``float32``, ``bfloat16``, ``fp8`` or ``nvfp4``."""
-    trainer = "fp8" if facts.is_true("policy.megatron_cfg.fp8_cfg.enabled") else str(facts.get("policy.precision"))
-    engine = str(facts.get("policy.generation.vllm_cfg.precision", facts.get("policy.precision")))
-    is_quantised = [facts.get(f"{section}.quant_cfg") is not None for section in ("policy", "policy.generation")]
+def precisions(get: Callable[..., Any]) -> tuple[str, str]:
+    """Return the precisions of trainer and engine: ``float32``, ``bfloat16``, ``fp8`` or ``nvfp4``.
+
+    Args:
+        get: function that returns the recipe's setting at a dotted key, or a default.
+    """
+    trainer = "fp8" if get("policy.megatron_cfg.fp8_cfg.enabled") is True else str(get("policy.precision"))
+    engine = str(get("policy.generation.vllm_cfg.precision", get("policy.precision")))
+    is_quantised = [get(f"{section}.quant_cfg") is not None for section in ("policy", "policy.generation")]
     return "nvfp4" if is_quantised[0] else trainer, "nvfp4" if is_quantised[1] else engine
 
 
-def usual_kl(facts: RecipeFacts, *, experts: bool) -> tuple[float, str]:
+def usual_kl(get: Callable[..., Any], *, experts: bool) -> tuple[float, str]:
     """Return the largest usual mismatch KL of a recipe's precisions in nats per token, and who measured it."""
-    pair = precisions(facts)
+    pair = precisions(get)
     return USUAL[next((name for name in ("nvfp4", "fp8") if name in pair), "bfloat16"), experts]
