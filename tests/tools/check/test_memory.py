@@ -51,9 +51,10 @@ def test_shape_of_a_configuration(tmp_path):
     # Queries and output 8 x 8, keys and values 8 x 4; a gated MLP of 32, by hand.
     config = {**sizes, "num_key_value_heads": 1, "intermediate_size": 32}
     assert shape_from_config(config) == ModelShape(
-        8, 100, 3, 8, 3 * (2 * 64 + 2 * 32 + 3 * 8 * 32), heads=2, kv_heads=1
+        8, 100, 3, 8, 3 * (2 * 64 + 2 * 32 + 3 * 8 * 32), heads=2, kv_heads=1, mlp=32
     )
     mixture = {**config, "num_experts_per_tok": 2, "moe_intermediate_size": 5, "n_shared_experts": 1}
+    assert shape_from_config(mixture).mlp == 5
     attention = 3 * 192
     assert shape_from_config({**mixture, "first_k_dense_replace": 1}).active == attention + 3 * 8 * (32 + 2 * 15)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
