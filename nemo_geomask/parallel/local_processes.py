@@ -130,7 +130,9 @@ class _StartedRanks(NamedTuple):
             process.join(max(grace - time.monotonic(), 0.0))
         ended = {index for index, process in enumerate(processes) if not process.is_alive()}
         try:
-            self.processes.join(0.0)
+            # Repeated, because the end of a process whose exit code has been read is reported a moment later.
+            while not self.processes.join(_GRACE_SECONDS):
+                pass
         except ProcessException as failure:
             raise self._first_error(failure.error_index, ended) from None
         return True

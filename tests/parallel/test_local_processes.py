@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import subprocess
@@ -114,6 +115,17 @@ def test_a_stopped_rank_is_not_taken_for_one_that_was_killed():
     with pytest.raises(RankError, match=r"(?s)^rank 0:.*Timed out waiting"):
         run_ranks(2, stopped, timeout=20.0)
     nobody_is_left()
+
+
+def test_an_end_that_is_reported_late_is_an_error(monkeypatch):
+    wait = multiprocessing.connection.wait
+
+    def late(objects, timeout=None):  # the forkserver has written the exit code, but not yet closed the pipe
+        return [] if timeout == 0 and not isinstance(objects, list) else wait(list(objects), timeout)
+
+    monkeypatch.setattr(multiprocessing.connection, "wait", late)
+    with pytest.raises(RankError, match=r"(?s)^rank 0:\nTraceback.*unpicklable.*lambda"):
+        run_ranks(1, unpicklable)
 
 
 def test_a_result_that_cannot_be_sent_is_an_error():
