@@ -267,9 +267,9 @@ def recommend(
     """Return the best outcome and the ``loss_fn`` block that sets its candidate.
 
     The best candidate has the least pull or bias of those that skip no step and whose variance is at most the allowed
-    one, all judged by the upper ends of their intervals. If its bias is within the interval of the bias
-    without correction, which is the first outcome, or that is below :data:`NEGLIGIBLE_BIAS`, the first is returned. ``base`` has the settings that all share, and
-    ``objective`` says what they train.
+    one, all judged by the upper ends of their intervals. If its bias is within the interval of the bias without
+    correction, which is the first outcome, or that is below :data:`NEGLIGIBLE_BIAS`, the first is returned.
+    ``base`` has the settings that all share, and ``objective`` says what they train.
     """
     uncorrected, decisive = outcomes[0], deciding_measure(outcomes)
     allowed = [
