@@ -159,7 +159,7 @@ def _indivisible_batch(facts: RecipeFacts) -> Iterator[Hit]:
     """Training batch that ranks or microbatches can't divide."""
     ranks, batch = _data_parallel_ranks(facts), facts.number(_BATCH)
     # A batch of pairs, as DPO's, has twice as many sequences.
-    if ranks is None or not batch or facts.algorithm in ("dpo", "rm", "eval"):
+    if ranks is None or not batch or {"dpo", "rm", "eval"} & {*facts.recipe.data}:
         return
     microbatch = _fixed_microbatch(facts)
     if batch % ranks:

@@ -167,7 +167,7 @@ class RecipeFacts:
 
     @property
     def algorithm(self) -> str:
-        """Section of the training algorithm, such as ``grpo``, ``ppo`` or ``sft``."""
+        """Section of the training algorithm, ``grpo`` or ``ppo``; of another algorithm its name in messages."""
         return "ppo" if "ppo" in self.recipe.data else self.other_algorithm or "grpo"
 
     @property

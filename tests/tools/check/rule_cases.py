@@ -1094,6 +1094,7 @@ CASES = {
     ],
     "GM332": [
         ({**CARDS, "cluster.num_nodes": 3}, CARDS),
+        ({**CARDS, "cluster.num_nodes": 3}, {**CARDS, "cluster.num_nodes": 3, "dpo.max_num_steps": 10}),
         ({**CARDS, PACKING: False, MICROBATCH: 3}, {**CARDS, MICROBATCH: 3}),
         ({**CARDS, PACKING: False, MICROBATCH: 3}, {**CARDS, PACKING: False}),
     ],
