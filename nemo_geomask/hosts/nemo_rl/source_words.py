@@ -71,29 +71,29 @@ def words_in_source(checkout: Path, section: str, key: str, algorithm: str) -> S
         key: name of the key.
         algorithm: name of the recipe's algorithm; the trainers and the data of others are left out.
     """
-    own = {algorithm, _DATASETS.get(algorithm, "response_datasets"), *(_EVALUATION if algorithm == "eval" else ())}
+    modules = {algorithm, _DATASETS.get(algorithm, "response_datasets"), *(_EVALUATION if algorithm == "eval" else ())}
+    keys = {key, *(() if key in _GENERIC_KEYS else _parameters(checkout, key))}
     words: set[str] = set()
-    here: list[WordComparison] = []
+    of_section: list[WordComparison] = []
     for path, text in source_texts(checkout).items():
-        keys = {key, *(() if key in _GENERIC_KEYS else _parameters(checkout, key))}
         if not any(each in text for each in keys) or (key in _GENERIC_KEYS and section not in text):
             continue
         module = _MODULES.search(path.relative_to(checkout).as_posix())
-        if module and module[1] not in own:
+        if module and module[1] not in modules:
             continue
         for comparison in _comparisons(checkout, path):
             has_own_name = key not in _GENERIC_KEYS and not comparison.section
-            is_here = has_own_name or (comparison.section and _overlap(comparison.section, section))
+            is_of_section = has_own_name or (comparison.section and _overlap(comparison.section, section))
             is_key = comparison.key == key or (comparison.key in keys and not comparison.section)
-            if is_key and (is_here or key not in _GENERIC_KEYS):
+            if is_key and (is_of_section or key not in _GENERIC_KEYS):
                 words.update(comparison.words)
-                here += [comparison] if is_here else []
+                of_section += [comparison] if is_of_section else []
     # A section may be compared in several places, of which one refuses what belongs to another section of its name.
     # Where it refuses words itself, a mere name elsewhere is that of another key's parameter.
-    owned = [each for each in here if each.section]
-    here = owned if any(each.is_closed and each.is_fixed for each in owned) else here
-    closed = [each for each in here if each.is_closed]
-    accepted = frozenset(word for each in here for word in each.words)
+    owned = [each for each in of_section if each.section]
+    decisive = owned if any(each.is_closed and each.is_fixed for each in owned) else of_section
+    closed = [each for each in decisive if each.is_closed]
+    accepted = frozenset(word for each in decisive for word in each.words)
     is_fixed, none = any(each.is_fixed for each in closed), frozenset[str]()
     return SourceWords(frozenset(words), accepted if is_fixed else none, none if is_fixed or not closed else accepted)
 
@@ -136,11 +136,11 @@ def _comparisons(checkout: Path, path: Path) -> tuple[WordComparison, ...]:
     for each in ast.walk(tree):
         if isinstance(each, ast.ClassDef):
             owners |= {item: each.name.lower() for item in each.body if each.name.endswith(("Config", "LossFn"))}
-            for field in each.body:
-                annotation = ast.unparse(field.annotation) if isinstance(field, ast.AnnAssign) else ""
-                if "Literal[" in annotation:
-                    words = tuple(re.findall(r"'([^']+)'", annotation.partition("Literal[")[2]))
-                    comparisons.append(WordComparison(each.name.lower(), ast.unparse(field.target), words, False))  # type: ignore[attr-defined]
+            for field in (item for item in each.body if isinstance(item, ast.AnnAssign)):
+                _, literal, content = ast.unparse(field.annotation).partition("Literal[")
+                if literal:
+                    words = tuple(re.findall(r"'([^']+)'", content))
+                    comparisons.append(WordComparison(each.name.lower(), ast.unparse(field.target), words, False))
     for each in (tree, *ast.walk(tree)):
         if isinstance(each, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef):
             comparisons += _Scope(checkout, path, each, owners.get(each, "")).comparisons()

@@ -112,10 +112,14 @@ def _data_parallel_ranks(facts: RecipeFacts) -> int | None:
     return None if gpus is None or gpus % replica else gpus // replica
 
 
+def _varies_microbatches(facts: RecipeFacts) -> bool:
+    """Return True if packing or dynamic batching decides how many sequences a microbatch has."""
+    return any(facts.is_true(f"policy.{name}.enabled") for name in ("sequence_packing", "dynamic_batching"))
+
+
 def _fixed_microbatch(facts: RecipeFacts) -> int:
     """Return the number of sequences of a microbatch; 1 where packing or dynamic batching varies it."""
-    is_variable = any(facts.is_true(f"policy.{name}.enabled") for name in ("sequence_packing", "dynamic_batching"))
-    return 1 if is_variable else max(1, facts.size(_MICROBATCH))
+    return 1 if _varies_microbatches(facts) else max(1, facts.size(_MICROBATCH))
 
 
 def _fitting_batch(facts: RecipeFacts) -> dict[str, int]:
@@ -181,8 +185,9 @@ def _indivisible_batch(facts: RecipeFacts) -> Iterator[Hit]:
 def _indivisible_scoring_batch(facts: RecipeFacts) -> Iterator[Hit]:
     """Rollout batch that scoring microbatches can't divide."""
     key, ranks, rollout = "policy.logprob_batch_size", _data_parallel_ranks(facts), facts.rollout_size
-    is_fixed = not any(facts.is_true(f"policy.{name}.enabled") for name in ("sequence_packing", "dynamic_batching"))
-    if is_fixed and ranks and rollout and rollout % ranks == 0 and rollout // ranks % facts.size(key):
+    if _varies_microbatches(facts) or not ranks or not rollout or rollout % ranks:
+        return
+    if rollout // ranks % facts.size(key):
         yield Hit(
             key,
             f"{facts.size(key)} does not divide the {rollout // ranks} responses that each of {ranks} ranks scores",

@@ -73,7 +73,7 @@ class ShownCause(NamedTuple):
 
     @property
     def action(self) -> str:
-        """What a user should do, without what the records make pointless."""
+        """Advice to the user, without what the records make pointless."""
         return "; ".join(self.cause.keep_unrefuted(self.cause.action.split("; "), self.facts))
 
 

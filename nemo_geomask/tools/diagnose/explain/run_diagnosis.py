@@ -63,7 +63,7 @@ class RunDiagnosis:
 
     @property
     def trend(self) -> str:
-        """How k3 and the reward change over a run whose mismatch has not risen; empty if they don't clearly."""
+        """Text on how k3 and the reward change over a run whose mismatch has not risen; empty if they don't clearly."""
         if self.comparison is not None or self.evidence.onset is not None:
             return ""
         statistics, steps, changes = self.evidence.statistics, self.evidence.steps_after, []

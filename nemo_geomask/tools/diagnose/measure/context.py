@@ -64,10 +64,10 @@ def explained_advantage(block: RecordBlock, is_trained: Array) -> Array | None:
     alone, has_others = predict(place)
     if not has_others.any():
         return None
-    (here, is_here), (elsewhere, is_elsewhere) = predict(reply), predict(anywhere)
-    is_shared = is_here | is_elsewhere | ~has_reply
+    (at_turn, is_at_turn), (elsewhere, is_elsewhere) = predict(reply), predict(anywhere)
+    is_shared = is_at_turn | is_elsewhere | ~has_reply
     of_rare, _ = predict(np.where(is_shared, place.max() + 1, place))
-    predicted = np.where(is_here, here, np.where(is_shared, elsewhere, of_rare))
+    predicted = np.where(is_at_turn, at_turn, np.where(is_shared, elsewhere, of_rare))
     after = tokens * has_reply
     if (after * is_shared).sum() < MIN_SHARED * after.sum():
         by_length, is_known = predict(length)

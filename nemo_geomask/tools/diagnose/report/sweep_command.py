@@ -87,15 +87,15 @@ def run_sweep(
     batches = _StepBatches(run, _choose_steps(run.steps, step_count, last_steps_only), cache)
     if recipe is None:
         recorded = _recorded_loss(run, batches.steps)
-        base, own = split_loss(recorded, RUN_SOURCE)
+        base, corrections = split_loss(recorded, RUN_SOURCE)
         origin = "as recorded" if recorded else "NeMo-RL's default, as the records name none; --recipe names another"
     else:
         settings = read_recipe(recipe, leave=("data", "env", "logger")).data.get("loss_fn") or {}
-        base, own = split_loss(settings, RECIPE_SOURCE)
-        others = _recorded_names(run, batches.steps) - {base.get("name", "clipped_pg")}
-        origin = "of the recipe" + (f"; the records are of {', '.join(sorted(others))}" if others else "")
-    if own is not None:
-        candidates.insert(1, own)
+        base, corrections = split_loss(settings, RECIPE_SOURCE)
+        other_names = _recorded_names(run, batches.steps) - {base.get("name", "clipped_pg")}
+        origin = "of the recipe" + (f"; the records are of {', '.join(sorted(other_names))}" if other_names else "")
+    if corrections is not None:
+        candidates.insert(1, corrections)
     candidates, incompatible = correction_sweep.select_compatible(candidates, base)
     objective = f"{base.get('name', 'clipped_pg')} ({origin})"
     sums = _check_logprobs(run, batches.steps, cache)
