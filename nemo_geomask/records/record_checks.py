@@ -36,12 +36,8 @@ _TEXT_NAMES = {column.name for column in COLUMNS if column.is_text}
 
 
 @contextlib.contextmanager
-def open_record(path: Path, limits: InputLimits | None = None) -> Iterator[RecordFile]:
+def open_record(path: Path) -> Iterator[RecordFile]:
     """Open a record file for reading.
-
-    Args:
-        path: the file.
-        limits: those in effect if None.
 
     Raises:
         DataError: it is not a regular file, not a record, damaged, or of another version of the schema.
@@ -49,7 +45,7 @@ def open_record(path: Path, limits: InputLimits | None = None) -> Iterator[Recor
         MissingDependencyError: pyarrow is missing.
     """
     with _errors_with_name(path), _open(path) as file:
-        yield RecordFile(path, file, limits or current_limits())
+        yield RecordFile(path, file, current_limits())
 
 
 def _open(path: Path) -> BinaryIO:
@@ -78,7 +74,7 @@ class RecordFile:
 
     Attributes:
         path: the file.
-        origin: what wrote it; None in files of earlier versions, which have no checksum either.
+        origin: what wrote it; None in a file that another program has rewritten, which has no checksum either.
         has_checksum: True if its bytes were compared with a checksum.
         row_groups: number of row groups.
     """

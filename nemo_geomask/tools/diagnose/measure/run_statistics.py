@@ -53,9 +53,7 @@ class RunStatistics:
     worst_sequences: list[WorstSequence] = field(default_factory=list)
     files: int = 0  # number of files, those that were left out included
     left_out: dict[Path, str] = field(default_factory=dict)  # damaged files that were left out, with the error of each
-    # files that were left out because a later recording has begun their steps again
-    superseded: set[Path] = field(default_factory=set)
-    without_checksum: int = 0  # number of files without a checksum, which earlier versions wrote
+    superseded: int = 0  # number of files left out because a later recording has begun their steps again
 
     def add(self, other: RunStatistics) -> None:
         """Add the statistics of another part of the run; the order of additions changes only the rounding."""
@@ -71,8 +69,7 @@ class RunStatistics:
         self.worst_sequences = heapq.nlargest(WORST_COUNT, [*self.worst_sequences, *other.worst_sequences])
         self.files += other.files
         self.left_out |= other.left_out
-        self.superseded |= other.superseded
-        self.without_checksum += other.without_checksum
+        self.superseded += other.superseded
 
     @property
     def tokens(self) -> TokenTable:
@@ -90,12 +87,7 @@ class RunStatistics:
             notes.append(f"{len(self.left_out)} of {self.files} files left out as damaged; the first: {first}")
         if self.superseded:
             notes.append(
-                f"{len(self.superseded)} files of an earlier recording left out, whose steps a later one took again"
-            )
-        if self.without_checksum:
-            notes.append(
-                f"{self.without_checksum} of {self.files} files have no checksum, as those of earlier versions, so "
-                "that a damaged value in them can't be told"
+                f"{self.superseded} files of an earlier recording left out, whose steps a later one took again"
             )
         return notes
 

@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_geomask.errors import DataError
-from nemo_geomask.recipe.input_limits import InputLimits, current_limits
 from nemo_geomask.records.record_checks import read_metadata
-from nemo_geomask.records.record_schema import CHECKSUM_KEY, FACTS_KEY
+from nemo_geomask.records.record_schema import FACTS_KEY
 from nemo_geomask.tools.diagnose.measure.run_statistics import ENGINES, RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_survey import survey_block
 from nemo_geomask.tools.diagnose.read.record_reader import RecordBlock, read_blocks
-from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, Tolerant, apply_to_record, map_records
+from nemo_geomask.tools.diagnose.read.record_sources import RunFiles, apply_to_record, map_records
 from nemo_geomask.tools.shared.progress_bar import track
 
 
-def survey_file(path: Path, limits: InputLimits | None = None) -> RunStatistics:
+def survey_file(path: Path) -> RunStatistics:
     """Return the statistics of one record."""
-    metadata = read_metadata(path)
-    without_checksum = int(CHECKSUM_KEY.encode() not in metadata)
-    facts = read_facts(metadata)
+    facts = read_facts(read_metadata(path))
     experts = facts.get("experts")
     statistics = RunStatistics(
         files=1,
-        without_checksum=without_checksum,
         experts=experts if type(experts) is int else None,
         engines={role: {text} for role in ENGINES if isinstance(text := facts.get(role), str)},
     )
-    for block in read_blocks(path, limits):
+    for block in read_blocks(path):
         statistics.add(survey_block(block))
     return statistics
 
@@ -54,14 +49,9 @@ def survey_run(run: RunFiles, steps: Sequence[int] | None = None, cache: Path | 
         steps: numbers of the steps; None: all steps.
         cache: folder for records converted from logs; None: next to the logs.
     """
-    run.check(steps)
-    statistics = RunStatistics(superseded=set(run.superseded))
-    # Limits are passed on, because those in effect here are not in effect in other processes.
-    survey: Callable[[Path], Any] = partial(survey_file, limits=current_limits())
-    if run.skips_damaged:
-        survey = Tolerant(survey, _leave_out)
-    paths = run.paths(steps)
-    for part in track(map_records(survey, paths, cache), len(paths), "reading files"):
+    statistics = RunStatistics(superseded=run.superseded)
+    paths, of_damage = run.paths(steps), _leave_out if run.skips_damaged else None
+    for part in track(map_records(survey_file, paths, cache, of_damage), len(paths), "reading files"):
         statistics.add(part)
     if paths and len(statistics.left_out) == len(paths):
         first, *_ = statistics.left_out.values()
@@ -79,8 +69,8 @@ def read_step(
             left_out[path] = str(error)
         return ()
 
-    run.check([step])
-    # A file that may be left out is read as a whole before its sequences are yielded.
-    read = Tolerant(lambda path: list(read_blocks(path)), leave_out) if run.skips_damaged else read_blocks
     for path in run.paths([step]):
-        yield from apply_to_record(read, path, cache)
+        if run.skips_damaged:  # read as a whole before its sequences are yielded
+            yield from apply_to_record(lambda path: list(read_blocks(path)), path, cache, leave_out)
+        else:
+            yield from apply_to_record(read_blocks, path, cache)

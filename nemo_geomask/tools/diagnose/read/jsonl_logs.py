@@ -37,8 +37,6 @@ from nemo_geomask.tools.diagnose.read.record_reader import Array
 
 JSONL_WRITER = "nemo_rl"
 """Name of the writer in the file names of converted records."""
-_CONVERSION = 2
-"""Version of the conversion. Records that an earlier one has written lack columns, so the logs are converted again."""
 _LOG_NAME = re.compile(r"train_data_step([0-9]{1,9})\.jsonl")
 _MAX_GROUP_ROWS = 2**16
 """Number of sequences in a row group, however short they are."""
@@ -60,15 +58,6 @@ def log_step(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def source_fingerprint(path: Path) -> str:
-    """Return a log's size and modification time, and the version of the conversion.
-
-    They are stored in the log's record, to detect that the log has changed or that the record lacks columns.
-    """
-    status = path.stat()
-    return f"{status.st_size}:{status.st_mtime_ns}:{_CONVERSION}"
-
-
 def convert_log(path: Path, directory: Path, *, row_group: int = 2**20) -> Path:
     """Write a log's sequences as a record, unless an up-to-date record exists, and return the record's path.
 
@@ -79,14 +68,15 @@ def convert_log(path: Path, directory: Path, *, row_group: int = 2**20) -> Path:
     """
     arrow = require_arrow()
     open_log(path).close()  # fails here rather than as an error of the record
-    step, source = log_step(path), source_fingerprint(path)
+    step, status = log_step(path), path.stat()
     assert step is not None
+    source = f"{status.st_size}:{status.st_mtime_ns}".encode()  # in the record, to detect that the log has changed
     target = directory / file_name(step, JSONL_WRITER)
     metadata = read_metadata(target)
-    if metadata.get(b"nemo_geomask.source") == source.encode() and CHECKSUM_KEY.encode() in metadata:
+    if metadata.get(b"nemo_geomask.source") == source and CHECKSUM_KEY.encode() in metadata:
         return target
     schema = arrow_schema(facts={"source": str(path), "loop": "train_data_step{N}.jsonl"})
-    schema = schema.with_metadata({**schema.metadata, b"nemo_geomask.source": source.encode()})
+    schema = schema.with_metadata({**schema.metadata, b"nemo_geomask.source": source})
     groups: dict[bytes, int] = {}
     group_sizes: dict[int, int] = {}
     tables = (_arrow_table(arrow, schema, step, rows, groups, group_sizes) for rows in _row_groups(path, row_group))

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_geomask.recipe.input_limits import InputLimits
 from nemo_geomask.records.record_checks import RecordFile, open_record
 from nemo_geomask.records.record_schema import COLUMNS, REMOVED
 
@@ -49,13 +48,13 @@ class RecordBlock:
         return bool((np.isfinite(prev) & (prev != 0) & self.tokens["mask"].astype(bool)).any())
 
 
-def read_blocks(path: Path, limits: InputLimits | None = None) -> Iterator[RecordBlock]:
+def read_blocks(path: Path) -> Iterator[RecordBlock]:
     """Yield the sequences of one file, a row group at a time, each checked before it is yielded.
 
     Raises: DataError: it is not a record, damaged, or of another version of the schema. InputLimitError: it exceeds a
     limit. MissingDependencyError: pyarrow is missing.
     """
-    with open_record(path, limits) as file:
+    with open_record(path) as file:
         trainer = _trainer_column(file)
         for table in file.tables():
             yield replace(_read_table(table), trainer=trainer)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -17,7 +17,7 @@ from typing import Any
 
 from nemo_geomask.errors import ConfigError, DataError, InputLimitError
 from nemo_geomask.recipe.input_limits import InputLimits, current_limits, use_limits
-from nemo_geomask.records.record_checks import open_record, read_origin
+from nemo_geomask.records.record_checks import read_origin
 from nemo_geomask.records.record_schema import RecordOrigin, file_name, step_files
 from nemo_geomask.tools.diagnose.read.jsonl_logs import JSONL_WRITER, convert_log, log_step
 
@@ -26,6 +26,7 @@ CONVERTED_FOLDER = "geomask-records"
 
 DAMAGE = (DataError, InputLimitError)
 """Errors of a file that can't be read."""
+OfDamage = Callable[[Path, Exception], Any]
 _MIN_BYTES_FOR_PROCESSES = 2**25
 """Size of records from which they are read by several processes.
 
@@ -40,10 +41,9 @@ class RunFiles:
     """Files of one run."""
 
     directory: Path
-    records: dict[int, list[Path]]  # the flight recorder's files of each step
+    records: dict[int, Path]  # the flight recorder's file of each step
     logs: dict[int, Path]  # NeMo-RL's log of each step that the flight recorder has no file of
-    # files of an earlier recording, of steps that a later one has begun again; they are not read
-    superseded: Sequence[Path] = ()
+    superseded: int = 0  # number of files of an earlier recording, of steps that a later one has begun again
     conflict: str = ""  # why the records can't be read together; empty if they can
     skips_damaged: bool = False
 
@@ -55,22 +55,16 @@ class RunFiles:
     @property
     def is_converted(self) -> bool:
         """True if all files are records that were converted from logs."""
-        files = (path for paths in self.records.values() for path in paths)
-        return not self.logs and all(path.stem.endswith(f"-{JSONL_WRITER}") for path in files)
+        return not self.logs and all(path.stem.endswith(f"-{JSONL_WRITER}") for path in self.records.values())
 
     def paths(self, steps: Sequence[int] | None = None) -> list[Path]:
-        """Return the files of some steps, or of all steps for None."""
-        steps = self.steps if steps is None else steps
-        return [path for step in steps for path in self.records.get(step) or [self.logs[step]]]
+        """Return the files of some steps, or of all steps for None.
 
-    def check(self, steps: Sequence[int] | None = None) -> None:
-        """Raise DataError if the records of some steps, or of all for None, are of several runs."""
+        Raises: DataError: the records are of several runs.
+        """
         if self.conflict:
             raise DataError(self.conflict)
-        for step in self.steps if steps is None else steps:
-            paths = self.records.get(step, [])
-            if len(paths) > 1:
-                _check_rows_differ(step, paths)
+        return [self.records.get(step) or self.logs[step] for step in (self.steps if steps is None else steps)]
 
 
 def find_runs(directories: Sequence[Path], *, skip_damaged: bool = False) -> list[RunFiles]:
@@ -110,82 +104,38 @@ def find_run(directory: Path, *, skip_damaged: bool = False) -> RunFiles:
 
 
 def _list_files(folder: Path, skip_damaged: bool) -> RunFiles:
-    all_records = step_files(folder)
-    origins = {path: _origin(path) for paths in all_records.values() for path in paths}
-    records, superseded = _latest_recordings(all_records, origins)
+    files = step_files(folder)
+    conflicts = (
+        f"{folder}: two recorders wrote into this folder at the same time, so that it holds rows of two runs: "
+        f"{paths[0].name} and {paths[1].name} are both of step {step}; move the files of one to a folder of their own"
+        for step, paths in files.items()
+        if len(paths) > 1
+    )
+    all_records = {step: paths[0] for step, paths in files.items()}
+    records = _latest_recordings(all_records)
     logs = {step: path for path in sorted(folder.iterdir()) if (step := log_step(path)) is not None}
     return RunFiles(
         folder,
         records,
         {step: path for step, path in sorted(logs.items()) if step not in records},
-        superseded,
-        _find_conflict(folder, all_records, origins),
+        len(all_records) - len(records),
+        next(conflicts, ""),
         skip_damaged,
     )
 
 
-def _origin(path: Path) -> RecordOrigin:
-    """Return what wrote a record; by the file's name alone if the file does not say."""
-    return read_origin(path) or RecordOrigin(re.sub(r"^step-\d+-", "", path.stem))
-
-
-def _find_conflict(folder: Path, records: Mapping[int, list[Path]], origins: Mapping[Path, RecordOrigin]) -> str:
-    """Return why the records can't be those of one run: two files of one step by the same writer."""
-    for step, paths in records.items():
-        by_writer: dict[str, Path] = {}
-        for path in paths:
-            other = by_writer.setdefault(origins[path].writer, path)
-            if other is not path:
-                return (
-                    f"{folder}: two recorders wrote into this folder at the same time, so that it holds rows of two "
-                    f"runs: {other.name} and {path.name} are both of step {step}; move the files of one to a folder of "
-                    "their own"
-                )
-    return ""
-
-
-def _latest_recordings(
-    records: Mapping[int, list[Path]], origins: Mapping[Path, RecordOrigin]
-) -> tuple[dict[int, list[Path]], list[Path]]:
-    """Return the files without those of steps that a later recording has begun again, and those files."""
-    recordings: dict[str, set[tuple[int, float]]] = {}
-    for origin in origins.values():
-        if origin.id:
-            recordings.setdefault(origin.writer, set()).add((int(origin.first_step), origin.started))
-    # For each writer: first steps in ascending order, and the latest start among the recordings up to each.
-    tables: dict[str, tuple[Sequence[int], Sequence[float]]] = {}
-    for writer, begins in recordings.items():
-        first_steps, starts = zip(*sorted(begins), strict=True)
-        tables[writer] = first_steps, list(accumulate(starts, max))
-    superseded = []
-    latest: dict[int, list[Path]] = {}
-    for step, paths in records.items():
-        for path in paths:
-            begun, latest_starts = tables.get(origins[path].writer, ((), ()))
-            count = bisect_right(begun, step)
-            if count and latest_starts[count - 1] > origins[path].started:
-                superseded.append(path)
-            else:
-                latest.setdefault(step, []).append(path)
-    return latest, superseded
-
-
-def _check_rows_differ(step: int, paths: Sequence[Path]) -> None:
-    """Raise DataError if two files of a step hold the same row; a file that can't be read is left to its reader."""
-    files: dict[int, Path] = {}
-    for path in paths:
-        try:
-            with open_record(path) as file:
-                rows = [row for table in file.tables(["length", "row"]) for row in table.column("row").to_pylist()]
-        except DAMAGE:
-            continue
-        for row in rows:
-            other = files.setdefault(row, path)
-            if other is not path:
-                raise DataError(
-                    f"{path}: has row {row} of step {step}, and so has {other.name}: these are rows of two runs; move "
-                    "the files of one to a folder of their own"
-                )
+def _latest_recordings(records: Mapping[int, Path]) -> dict[int, Path]:
+    """Return the files without those of steps that a later recording has begun again."""
+    origins = {step: read_origin(path) or RecordOrigin("") for step, path in records.items()}
+    begins = sorted({(int(origin.first_step), origin.started) for origin in origins.values() if origin.id})
+    first_steps, starts = [first_step for first_step, _ in begins], [started for _, started in begins]
+    # The latest start among the recordings up to each.
+    latest_starts = [-math.inf, *accumulate(starts, max)]
+    return {
+        step: path
+        for step, path in records.items()
+        if latest_starts[bisect_right(first_steps, step)] <= origins[step].started
+    }
 
 
 def _join_records_to_logs(runs: list[RunFiles]) -> list[RunFiles]:
@@ -203,20 +153,25 @@ def _join_records_to_logs(runs: list[RunFiles]) -> list[RunFiles]:
 
 
 def map_records(
-    function: Callable[[Path], Any], paths: Sequence[Path], cache: Path | None = None, *, processes: int | None = None
+    function: Callable[[Path], Any],
+    paths: Sequence[Path],
+    cache: Path | None = None,
+    of_damage: OfDamage | None = None,
+    *,
+    processes: int | None = None,
 ) -> Iterator[Any]:
-    """Yield ``function(record)`` for each file, in the order of the paths, computed on all cores.
+    """Yield :func:`apply_to_record` of each file, in the order of the paths, computed on all cores.
 
-    NeMo-RL's logs are converted to records first, in the folder ``cache`` or next to them. ``function`` is picklable.
-    Small files are read by this process alone, unless ``processes`` is set.
+    ``function`` and ``of_damage`` are picklable. Small files are read by this process alone, unless ``processes`` is
+    set.
     """
     count = min(len(paths), processes or len(os.sched_getaffinity(0)))
     size = sum(_bytes_to_survey(path, cache) for path in paths)
     if count < 2 or (processes is None and size < _MIN_BYTES_FOR_PROCESSES):
-        yield from (apply_to_record(function, path, cache) for path in paths)
+        yield from (apply_to_record(function, path, cache, of_damage) for path in paths)
         return
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(partial(_apply_with_limits, current_limits(), function, cache), paths)
+        yield from pool.map(partial(_apply_with_limits, current_limits(), function, cache, of_damage), paths)
 
 
 def _bytes_to_survey(path: Path, cache: Path | None) -> int:
@@ -230,32 +185,31 @@ def _bytes_to_survey(path: Path, cache: Path | None) -> int:
     return size if step is None else size // _LOG_BYTES_PER_RECORD_BYTE
 
 
-def _apply_with_limits(limits: InputLimits, function: Callable[[Path], Any], cache: Path | None, path: Path) -> Any:
+def _apply_with_limits(
+    limits: InputLimits,
+    function: Callable[[Path], Any],
+    cache: Path | None,
+    of_damage: OfDamage | None,
+    path: Path,
+) -> Any:
     """Call :func:`apply_to_record` under the limits of the process that started this one."""
     with use_limits(limits):
-        return apply_to_record(function, path, cache)
+        return apply_to_record(function, path, cache, of_damage)
 
 
-@dataclass(frozen=True)
-class Tolerant:
-    """Function of a record's path that has a value for a damaged one, too: ``of_damage`` of the path and the error."""
+def apply_to_record(
+    function: Callable[[Path], Any], path: Path, cache: Path | None, of_damage: OfDamage | None = None
+) -> Any:
+    """Return ``function(record)`` for one file, or for a damaged one ``of_damage`` of its path and the error.
 
-    function: Callable[[Path], Any]
-    of_damage: Callable[[Path, Exception], Any]
-
-    def __call__(self, path: Path) -> Any:
-        """Return the value of one record."""
-        return self.function(path)
-
-
-def apply_to_record(function: Callable[[Path], Any], path: Path, cache: Path | None) -> Any:
-    """Return ``function(record)`` for one file; a log is converted to a record first, as in :func:`map_records`."""
+    A log of NeMo-RL is converted to a record first, in the folder ``cache`` or next to the log.
+    """
     try:
         return function(path if log_step(path) is None else _convert(path, cache))
     except DAMAGE as error:
-        if isinstance(function, Tolerant):
-            return function.of_damage(path, error)
-        raise
+        if of_damage is None:
+            raise
+        return of_damage(path, error)
 
 
 def _folder_of_converted(log: Path, cache: Path | None) -> Path:

@@ -68,15 +68,14 @@ def unreadable_loop(path: Path) -> None:
     path.symlink_to(path.name)
 
 
-def nested(depth: int, opening: bytes = b"[", closing: bytes = b"]") -> bytes:
-    return opening * depth + closing * depth
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
 
 
 def unknown_key(value: bytes) -> bytes:
     return valid_line().replace(b'{"idx"', b'{"x": ' + value + b', "idx"')
 
 
-HUGE_STRING = b'"' + b"a" * 20_000_000 + b'"'
 HOSTILE_LOGS: dict[str, tuple[Plant, str]] = {
     # name: what is planted as train_data_step1.jsonl, and what the error must say
     "fifo": (os.mkfifo, "is a FIFO"),
@@ -90,11 +89,8 @@ HOSTILE_LOGS: dict[str, tuple[Plant, str]] = {
     "1 GB line": (sparse(b'{"x": "'), "line_bytes"),
     "1 GB line after a good one": (sparse(valid_line()), "line_bytes"),
     "list nested 50,000 deep": (content(lambda: unknown_key(nested(50_000))), "nesting"),
-    "objects nested 900 deep": (content(lambda: unknown_key(nested(900, b'{"a":', b"0}")[:-1] + b"}")), LOG),
     "unclosed brackets": (content(lambda: b"[" * 90_000 + b"\n"), "nesting"),
     "10 million lists": (content(lambda: unknown_key(b"[" + b"[]," * 10_000_000 + b"0]")), "line_containers"),
-    "20 MB string": (content(lambda: unknown_key(HUGE_STRING)), "string_characters"),
-    "20 MB key": (content(lambda: valid_line().replace(b'"idx"', HUGE_STRING)), "string_characters"),
     "20 MB number": (content(lambda: unknown_key(b"1" * 20_000_000)), "not JSON"),
     "list at the top": (content(b"[1, 2]\n"), "has no input_lengths"),
     "negative length": (log(input_lengths=[-1]), "input_lengths = -1"),

@@ -11,7 +11,7 @@ pytest.importorskip("pyarrow")
 
 from nemo_geomask.errors import DataError, InputLimitError
 from nemo_geomask.recipe.input_limits import InputLimits, use_limits
-from nemo_geomask.tools.diagnose.read.json_lines import parse_json, read_json_lines
+from nemo_geomask.tools.diagnose.read.json_lines import read_json_lines
 from nemo_geomask.tools.diagnose.read.record_sources import map_records
 from tests.helpers.limited_commands import limited_commands
 from tests.tools.diagnose.read.hostile_logs import (
@@ -70,9 +70,9 @@ def test_hostile_metrics_are_an_error(commands, tmp_path, name):
 
 def test_a_limit_is_an_option(commands, tmp_path):
     (tmp_path / LOG).write_bytes(valid_lines(40, x="a" * 2000))
-    assert "string_characters" not in commands.run("diagnose", tmp_path).output
-    lowered = commands.run("diagnose", tmp_path, "--cache", tmp_path / "cache", "--limit", "string_characters=1000")
-    check_refused(lowered, f"{tmp_path / LOG}:1", "over the limit string_characters")
+    assert "line_bytes" not in commands.run("diagnose", tmp_path).output
+    lowered = commands.run("diagnose", tmp_path, "--cache", tmp_path / "cache", "--limit", "line_bytes=1000")
+    check_refused(lowered, f"{tmp_path / LOG}:1", "over the limit line_bytes")
     assert commands.run("sweep", tmp_path, "--limit", "lines=3").status == 2
 
 
@@ -81,7 +81,7 @@ def test_the_processes_that_read_the_logs_have_the_same_limits(tmp_path):
         (tmp_path / f"train_data_step{step}.jsonl").write_bytes(valid_lines(2, x="a" * 20))
     paths = sorted(tmp_path.iterdir())
     assert len(list(map_records(Path.exists, paths, tmp_path / "cache", processes=2))) == 2
-    with use_limits(InputLimits(string_characters=10)), pytest.raises(InputLimitError, match="string_characters"):
+    with use_limits(InputLimits(line_bytes=10)), pytest.raises(InputLimitError, match="line_bytes"):
         list(map_records(Path.exists, paths, tmp_path / "other cache", processes=2))
 
 
@@ -93,23 +93,6 @@ def test_a_planted_file_in_the_cache_is_not_read(commands, tmp_path):
     outcome = commands.run("diagnose", tmp_path)
     assert "Traceback" not in outcome.output
     assert outcome.status in (0, 2)
-
-
-@pytest.mark.parametrize("text", [b'{"a": [1, "%s"]}', b'["%s", 2]', b'"%s"', b'{"%s": 1}', b'{"a": {"b": ["%s"]}}'])
-def test_long_strings_are_found_wherever_they_are(text):
-    limits = InputLimits(string_characters=10)
-    parse_json(text % b"short", "x", limits)
-    if text != b'{"a": [1, "%s"]}':  # a list that begins with a number is one of tokens
-        with pytest.raises(InputLimitError, match="string_characters"):
-            parse_json(text % b"a string of more", "x", limits)
-
-
-def test_nesting_is_counted_only_along_one_path():
-    limits = InputLimits(nesting=3)
-    assert parse_json(b"[[1], [2], [3], [4]]", "x", limits) == [[1], [2], [3], [4]]
-    assert parse_json(b'{"a": [[1]]}', "x", limits) == {"a": [[1]]}
-    with pytest.raises(InputLimitError, match="nesting"):
-        parse_json(b'{"a": [[[1]]]}', "x", limits)
 
 
 def test_only_an_incomplete_last_line_is_left_out(tmp_path):

@@ -8,12 +8,8 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-import pyarrow.parquet as parquet
-
 from nemo_geomask.cli import main
 from nemo_geomask.errors import DataError
-from nemo_geomask.records.record_schema import RecordOrigin
-from nemo_geomask.records.stored_files import open_folder, store_record
 from nemo_geomask.tools.diagnose.read.jsonl_logs import convert_log
 from nemo_geomask.tools.diagnose.read.record_reader import read_blocks
 from nemo_geomask.tools.diagnose.read.record_sources import find_runs, map_records
@@ -65,28 +61,6 @@ def test_the_environment_is_the_agent_of_nemo_gym(tmp_path):
     rows = [log_row([1, 2, 3], prompt=1, agent=agent) for agent in ("math", None, "Größe", "math")]
     block = read_record(convert_log(write_log(tmp_path, 1, rows), tmp_path))
     assert block.sequences["environment"].tolist() == ["math", None, "Größe", "math"]
-
-
-def test_a_record_of_an_earlier_version_is_converted_again(tmp_path):
-    """An earlier version read no environments, and left only the log's size and time in the record."""
-    path = write_log(tmp_path, 1, [log_row([1, 2, 3], prompt=1, agent="math")])
-    record = convert_log(path, tmp_path / "records")
-    table = parquet.read_table(record)
-    status = path.stat()
-    source = {b"nemo_geomask.source": f"{status.st_size}:{status.st_mtime_ns}".encode()}
-    with open_folder(record.parent) as folder:
-        store_record(
-            folder,
-            record.name,
-            table.schema.remove(table.schema.get_field_index("environment")).with_metadata(
-                {**table.schema.metadata, **source}
-            ),
-            [table.drop_columns(["environment"])],
-            origin=RecordOrigin("nemo_rl"),
-            may_replace=lambda identity: True,
-        )
-    assert "environment" not in read_record(record).sequences
-    assert read_record(convert_log(path, tmp_path / "records")).sequences["environment"].tolist() == ["math"]
 
 
 def test_nan_and_infinity_are_read(tmp_path):
