@@ -1,4 +1,4 @@
-"""Schema of the records: one row for each sequence, its tokens as unpadded lists; a file for each step and writer.
+"""Schema of the records: one row for each sequence, its tokens as unpadded lists; a file for each step.
 
 pyarrow is imported when a function needs it.
 """
@@ -73,7 +73,7 @@ class RecordOrigin:
     A run that is resumed is another recording.
 
     Attributes:
-        writer: name of the writer; several may write records of one step.
+        writer: name of what wrote the file: a recorder's process, or the loop whose log was converted.
         id: random name of the recording; empty for a file that was written by itself, outside a recording.
         started: when the recording began, in seconds since 1970 by the clock of its machine.
         first_step: first step of the recording. A later recording replaces an earlier one from this step on.
@@ -179,7 +179,7 @@ def is_recordable_text(value: object) -> TypeGuard[str]:
 
 
 def file_name(step: int, writer: str) -> str:
-    """Return the name of the file with one writer's records of one step."""
+    """Return the name of the file with a writer's records of one step."""
     return f"step-{step:07d}-{writer}.parquet"
 
 

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import errno
 import logging
-import os
 import secrets
 import threading
 import time
@@ -19,70 +18,18 @@ from typing import Any
 from nemo_geomask.records.record_schema import RecordOrigin, file_name, require_arrow
 from nemo_geomask.records.recording_folder import RecordingFolder
 from nemo_geomask.records.step_table import StepRows, step_table
-from nemo_geomask.records.stored_files import FileIdentity, StoredFile, open_folder, store_record
+from nemo_geomask.records.stored_files import open_folder, store_record
 
 _log = logging.getLogger("nemo_geomask")
 ROW_GROUP = 2**20
 """Approximate number of tokens in a row group of a file; a reader holds one row group in memory at a time."""
-
-
-def write_step(
-    directory: Path,
-    step: int,
-    rows: StepRows,
-    *,
-    writer: str = "driver",
-    masks: Sequence[str] = (),
-    facts: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write one step's records; a file that the same writer has written for this step is replaced.
-
-    While another recorder writes into the folder, nothing is replaced, and the file gets a name of its own.
-
-    Args:
-        directory: the run's directory; created if it does not exist.
-        step: the step's number.
-        rows: the sequences.
-        writer: name of the writer; several may write records of one step.
-        masks: labels of the masks whose verdicts are recorded.
-        facts: see :func:`~nemo_geomask.records.record_schema.arrow_schema`.
-
-    Returns: the path of the file.
-    Raises: OSError: the file can't be written. MissingDependencyError: pyarrow is not installed.
-    """
-    origin, state = RecordOrigin(writer), RecordingFolder(directory)
-    with open_folder(directory) as folder, contextlib.closing(state):
-        state.enter(folder, origin)
-        return directory / _store_step(folder, step, rows, origin, masks, facts, state.replaceable).name
-
-
-def _store_step(
-    folder: int,
-    step: int,
-    rows: StepRows,
-    origin: RecordOrigin,
-    masks: Sequence[str],
-    facts: Mapping[str, Any] | None,
-    replaceable: Mapping[str, FileIdentity],
-) -> StoredFile:
-    table = step_table(step, rows, masks, facts or {})
-    name = file_name(step, origin.writer)
-    replaced_identity = replaceable.get(name)
-    tokens = max(1, int(rows.lengths.sum()))
-    return store_record(
-        folder,
-        name,
-        table.schema,
-        [table],
-        origin=origin,
-        may_replace=lambda identity: identity == replaced_identity,
-        # Cheapest in processor time: a better encoding would save 10% of the size and take 50% longer.
-        compression="lz4",
-        use_dictionary=False,
-        write_statistics=["step", "row", "group", "reward", "length"],
-        row_group_size=max(1, ROW_GROUP * table.num_rows // tokens),
-        write_batch_size=2**16,
-    )
+_PARQUET_OPTIONS: dict[str, Any] = {
+    # Cheapest in processor time: a better encoding would save 10% of the size and take 50% longer.
+    "compression": "lz4",
+    "use_dictionary": False,
+    "write_statistics": ["step", "row", "group", "reward", "length"],
+    "write_batch_size": 2**16,
+}
 
 
 @dataclass
@@ -93,13 +40,11 @@ class _Work:
         queue: steps that wait, each with the function that writes it.
         unfinished: number of steps that wait or are being written.
         is_closed: True if the thread ends when nothing waits any more.
-        is_abandoned: True if the unfinished steps were counted as lost.
     """
 
     queue: deque[tuple[int, Callable[[], None]]] = field(default_factory=deque)
     unfinished: int = 0
     is_closed: bool = False
-    is_abandoned: bool = False
 
 
 class Recorder:
@@ -110,7 +55,6 @@ class Recorder:
 
     Args:
         directory: the run's directory.
-        writer: name of the writer, see :func:`write_step`.
         waiting: number of steps that may wait for the disk; one more is lost.
 
     Attributes:
@@ -121,17 +65,16 @@ class Recorder:
             ``not finished``.
     """
 
-    def __init__(self, directory: Path | str, *, writer: str = "driver", waiting: int = 2) -> None:
+    def __init__(self, directory: Path | str, *, waiting: int = 2) -> None:
         require_arrow()
         self.directory = Path(directory)
         self.written = self.lost = 0
         self.losses: Counter[str] = Counter()
-        self._origin = RecordOrigin(writer)
+        self._origin = RecordOrigin("driver")
         self._waiting = waiting
         self._state = threading.Condition()
         self._work: _Work | None = None
         self._folder = RecordingFolder(self.directory)
-        self._process = os.getpid()
 
     def record(
         self,
@@ -147,51 +90,55 @@ class Recorder:
             step: the step's number.
             rows: returns the step's sequences; called later, in the recorder's thread, to keep that work off the
                 training path. The tensors that it reads must not change after this call.
-            masks: see :func:`write_step`.
-            facts: see :func:`write_step`.
+            masks: labels of the masks whose verdicts are recorded.
+            facts: see :func:`~nemo_geomask.records.record_schema.arrow_schema`.
 
-        Returns: False if the step is lost, because too many others are waiting or no thread can be started.
+        Returns: False if the step is lost, because too many others are waiting.
         """
-        self._forget_parent_process()
 
         def write() -> None:
             step_rows = rows()
+            table = step_table(step, step_rows, masks, facts or {})
+            tokens = max(1, int(step_rows.lengths.sum()))
+            name = file_name(step, self._origin.writer)
             with open_folder(self.directory) as folder:
                 self._folder.enter(folder, self._origin)
                 replaceable = self._folder.replaceable
-                stored = _store_step(folder, step, step_rows, self._origin, masks, facts, replaceable)
+                replaced_identity = replaceable.get(name)
+                stored = store_record(
+                    folder,
+                    name,
+                    table.schema,
+                    [table],
+                    origin=self._origin,
+                    may_replace=lambda identity: identity == replaced_identity,
+                    row_group_size=max(1, ROW_GROUP * table.num_rows // tokens),
+                    **_PARQUET_OPTIONS,
+                )
                 replaceable[stored.name] = stored.identity
 
         with self._state:
             if not self._origin.id:
                 self._origin = RecordOrigin(self._origin.writer, secrets.token_hex(8), time.time(), step)
-            cause, message = "", ""
-            try:
-                work = self._started_work()
-            except (RuntimeError, MemoryError) as error:  # no thread can be started
-                cause, message = _describe(error)
-            else:
-                if len(work.queue) >= self._waiting:
-                    cause, message = "queue", f"{self._waiting} steps are waiting for the disk"
-                else:
-                    work.queue.append((step, write))
-                    work.unfinished += 1
-                    self._state.notify_all()
-            losses = self._count_loss(cause) if cause else 0
-        self._log_loss(step, losses, message)
-        return not cause
+            work = self._started_work()
+            is_lost = len(work.queue) >= self._waiting
+            losses = self._count_loss("queue") if is_lost else 0
+            if not is_lost:
+                work.queue.append((step, write))
+                work.unfinished += 1
+                self._state.notify_all()
+        self._log_loss(step, losses, f"{self._waiting} steps are waiting for the disk")
+        return not is_lost
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until all queued steps are written or lost, at most ``timeout`` seconds.
 
         Returns: False if some are not finished by then.
         """
-        self._forget_parent_process()
         return self._work is None or self._wait(self._work, timeout)
 
     def close(self, timeout: float = 30.0) -> None:
         """Wait until the queued steps are written, at most ``timeout`` seconds, and stop the thread."""
-        self._forget_parent_process()
         with self._state:
             work, self._work = self._work, None
             if work is None:
@@ -201,7 +148,7 @@ class Recorder:
         atexit.unregister(self.close)
         if not self._wait(work, timeout):
             with self._state:
-                count, work.unfinished, work.is_abandoned = work.unfinished, 0, True
+                count = work.unfinished
                 work.queue.clear()
                 self.lost += count
                 self.losses["not finished"] += count
@@ -209,13 +156,6 @@ class Recorder:
         self._folder.close()
         if self.lost:
             self._warn("records: %d steps written to %s, %d lost", self.written, self.directory, self.lost)
-
-    def _forget_parent_process(self) -> None:
-        """After a fork, begin anew: the parent's thread does not exist here, and it may have held the lock."""
-        if self._process != os.getpid():
-            self._folder.close()
-            anew = Recorder(self.directory, writer=self._origin.writer, waiting=self._waiting)
-            vars(self).update(vars(anew))
 
     def _started_work(self) -> _Work:
         """Return the work of the thread, starting one if there is none."""
@@ -244,14 +184,9 @@ class Recorder:
             except BaseException as error:  # neither an error nor a SystemExit may end the thread or the training
                 cause, message = _describe(error)
             del write  # it holds a copy of the batch
-            losses = 0
             with self._state:
-                if not work.is_abandoned:
-                    work.unfinished -= 1
-                    losses = self._count_loss(cause) if cause else 0
-                elif not cause:  # it was counted as lost, and was written after all
-                    self.lost -= 1
-                    self.losses["not finished"] -= 1
+                work.unfinished -= 1
+                losses = self._count_loss(cause) if cause else 0
                 self.written += not cause
                 self._state.notify_all()
             self._log_loss(step, losses, message)

@@ -1,12 +1,18 @@
-"""Rows of a step with every required column, for tests of the recorder."""
+"""Rows of a step with every required column, and a file of them, for tests of the recorder."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
 import torch
 
+from nemo_geomask.records import file_name
 from nemo_geomask.records.step_table import StepRows
+from nemo_geomask.records.writer import Recorder
 
-__all__ = ["step_rows"]
+__all__ = ["step_rows", "write_step"]
 
 
 def step_rows() -> StepRows:
@@ -22,3 +28,14 @@ def step_rows() -> StepRows:
         "gen": -torch.rand(4, 7),
     }
     return StepRows(torch.tensor([5, 3, 7, 2]), values)
+
+
+def write_step(
+    directory: Path, step: int, rows: StepRows, *, masks: Sequence[str] = (), facts: Mapping[str, Any] | None = None
+) -> Path:
+    """Write one step's records as a recorder does, and return the path of the file."""
+    recorder = Recorder(directory)
+    recorder.record(step, lambda: rows, masks=masks, facts=facts)
+    recorder.close()
+    assert recorder.written == 1
+    return directory / file_name(step, "driver")

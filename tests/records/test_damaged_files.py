@@ -17,8 +17,7 @@ from nemo_geomask.recipe.input_limits import InputLimits, use_limits
 from nemo_geomask.records.record_checks import open_record, read_origin
 from nemo_geomask.records.record_schema import CHECKSUM_KEY, ORIGIN_KEY
 from nemo_geomask.records.step_table import StepRows
-from nemo_geomask.records.writer import write_step
-from tests.helpers.record_rows import step_rows
+from tests.helpers.record_rows import step_rows, write_step
 
 LENGTHS = torch.tensor([5, 3, 7, 2])
 NAME = "step-0000004-driver.parquet"

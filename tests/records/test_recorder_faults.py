@@ -3,9 +3,6 @@
 import logging
 import os
 import shutil
-import subprocess
-import sys
-import textwrap
 import threading
 
 import pytest
@@ -15,8 +12,8 @@ pytest.importorskip("pyarrow")
 from nemo_geomask.records import file_name, step_files
 from nemo_geomask.records.record_checks import open_record
 from nemo_geomask.records.step_table import StepRows
-from nemo_geomask.records.writer import Recorder, write_step
-from tests.helpers.record_rows import step_rows
+from nemo_geomask.records.writer import Recorder
+from tests.helpers.record_rows import step_rows, write_step
 
 
 def read(path):
@@ -75,20 +72,6 @@ def test_a_handler_that_fails_does_not_end_the_thread(tmp_path):
     assert (recorder.written, recorder.lost) == (1, 1)
 
 
-def test_steps_are_lost_and_counted_where_no_thread_can_be_started(tmp_path, monkeypatch):
-    def fail(self):
-        raise RuntimeError("can't start new thread")
-
-    recorder = Recorder(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
-        assert not recorder.record(1, step_rows)
-        assert recorder.flush(timeout=5)
-    assert recorder.record(2, step_rows)
-    recorder.close()
-    assert (recorder.written, recorder.lost, dict(recorder.losses)) == (1, 1, {"RuntimeError": 1})
-
-
 def test_flush_gives_up_on_a_stuck_disk(tmp_path):
     free = threading.Event()
 
@@ -116,24 +99,6 @@ def test_a_recorder_goes_on_where_its_folder_was_removed(tmp_path):
     recorder.close()
     assert (recorder.written, recorder.lost) == (2, 0)
     assert list(step_files(folder)) == [2]
-
-
-def test_a_fork_has_a_recorder_of_its_own(tmp_path):
-    script = f"""
-    import os
-    from nemo_geomask.records.writer import Recorder
-    from tests.helpers.record_rows import step_rows
-    recorder = Recorder({str(tmp_path)!r})
-    recorder.record(1, step_rows)
-    recorder.flush()
-    if os.fork() == 0:
-        assert recorder.record(2, step_rows) and recorder.flush(20)
-        recorder.close()
-        os._exit(0 if recorder.written == 1 else 1)
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=120, check=True)
-    assert list(step_files(tmp_path)) == [1, 2]
 
 
 def test_nothing_is_written_through_a_planted_link(tmp_path):
