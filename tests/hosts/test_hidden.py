@@ -143,7 +143,7 @@ def _padded(rank, world):
     """Padded rows on one rank: the same comparison, the rows' log-probs by torch, and what is refused."""
     _megatron().initialize_model_parallel(1)
 
-    from nemo_geomask.hosts.nemo_rl import WorkerError
+    from nemo_geomask.errors import WorkerError
     from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
 
     train = _prepared()

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from nemo_geomask import build_loss
-from nemo_geomask.errors import ConfigError
-from nemo_geomask.hosts.nemo_rl import WorkerError, forward_logprobs, hidden_dtensor, host_patches, patch
+from nemo_geomask.errors import ConfigError, WorkerError
+from nemo_geomask.hosts.nemo_rl import forward_logprobs, hidden_dtensor, host_patches, patch
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
 from nemo_geomask.parallel.local_processes import run_ranks
 from tests.helpers import megatron_models as models

@@ -197,11 +197,6 @@ def uninstall() -> None:
             namespace[name] = original
 
 
-def installed() -> bool:
-    """Return True if the running script, ``__main__``, has a wrapped ``setup`` function."""
-    return any(map(is_wrapped, vars(sys.modules["__main__"]).values()))
-
-
 def _set_log_level() -> None:
     if _log.level == logging.NOTSET:
         _log.setLevel(logging.INFO)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nemo_geomask import PrestepPass, build_loss
-from nemo_geomask.errors import BatchVetoError, ConfigError, DataError
-from nemo_geomask.hosts.nemo_rl import HostAPIError, build_nemo_rl_loss, policies
+from nemo_geomask.errors import BatchVetoError, ConfigError, DataError, HostAPIError
+from nemo_geomask.hosts.nemo_rl import build_nemo_rl_loss, policies
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
 from nemo_geomask.hosts.nemo_rl.policies import convert_policy, geomask_class
 from nemo_geomask.losses.policy_loss import PREPARED_KEY

@@ -11,8 +11,9 @@ import pytest
 
 import nemo_geomask
 from nemo_geomask.cli import main
-from nemo_geomask.errors import ConfigError
-from nemo_geomask.hosts.nemo_rl import HostAPIError, accepted_apis, host_api, installed, prepare_worker
+from nemo_geomask.errors import ConfigError, HostAPIError
+from nemo_geomask.hosts.nemo_rl import accepted_apis, host_api, prepare_worker
+from nemo_geomask.hosts.nemo_rl.geomask_setup import is_wrapped
 from nemo_geomask.hosts.nemo_rl.script_source import read_script
 from nemo_geomask.hosts.nemo_rl.source_signature import Uses, compare
 from nemo_geomask.losses import PolicyLoss
@@ -78,7 +79,7 @@ def test_an_accepted_api_does_not_stop_the_run_and_each_run_says_so(host, instal
     loss = host(loss_call=MESH)
     with pytest.raises(HostAPIError, match=f"go on at your own risk with --accept {CALL}. See docs/how_to/upgrade.md$"):
         install()
-    assert not installed()
+    assert not is_wrapped(sys.modules["__main__"].setup)
     accepted_apis.accept([CALL])
     for _ in range(2):
         caplog.clear()
@@ -111,7 +112,7 @@ def test_accepting_what_does_not_differ_is_an_error_that_names_what_does(host, i
     lines = str(caught.value).splitlines()
     assert [line.split(": ")[0] for line in lines] == [f"--accept {SETUP}", "--accept nemo_rl.no.such"]
     assert all(f"accept one that differs: {CALL} (" in line for line in lines)
-    assert not installed()
+    assert not is_wrapped(sys.modules["__main__"].setup)
 
 
 def test_an_api_that_does_not_differ_or_is_gone_cannot_be_accepted(host, install, tmp_path):

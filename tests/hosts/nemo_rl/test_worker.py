@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from nemo_geomask import build_loss
-from nemo_geomask.hosts.nemo_rl import HostAPIError, WorkerError, prepare_worker, uninstall
+from nemo_geomask.errors import HostAPIError, WorkerError
+from nemo_geomask.hosts.nemo_rl import prepare_worker, uninstall
 from nemo_geomask.hosts.nemo_rl.hidden_states import OutputLayer
 from nemo_geomask.hosts.nemo_rl.host_patches import needs_preparation
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss

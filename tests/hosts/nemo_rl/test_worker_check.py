@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import nemo_geomask
-from nemo_geomask.hosts.nemo_rl import WorkerError, environment_probe, host_api, with_geomask, worker_setup
+from nemo_geomask.errors import WorkerError
+from nemo_geomask.hosts.nemo_rl import environment_probe, host_api, with_geomask, worker_setup
 
 MEGATRON = {"megatron_cfg": {"enabled": True}}
 DTENSOR = {"dtensor_cfg": {"enabled": True}}
