@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from nemo_geomask.parallel.accumulate import DocumentStep, collect_documents
 from nemo_geomask.parallel.linear import linear_logprobs
-from nemo_geomask.parallel.support import SampledSupport
 from nemo_geomask.parallel.vocab import vocab_parallel_logprobs
 
-__all__ = ["DocumentStep", "SampledSupport", "collect_documents", "linear_logprobs", "vocab_parallel_logprobs"]
+__all__ = ["DocumentStep", "collect_documents", "linear_logprobs", "vocab_parallel_logprobs"]

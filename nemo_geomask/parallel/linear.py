@@ -21,7 +21,6 @@ from nemo_geomask.parallel.logprob_options import (
     vocab_shards,
 )
 from nemo_geomask.parallel.softmax import check_targets, gradient_inputs, merge_shards
-from nemo_geomask.parallel.support import SampledSupport, linear_logits_at, refuse_entropy, support_logprobs
 from nemo_geomask.segments.packed_reductions import gather_ranks
 from nemo_geomask.segments.rank_comparison import as_lost_rank_error
 
@@ -44,7 +43,6 @@ class LinearKeywords(LogprobKeywords, total=False):
     softcap: float | None
     main_grad: Tensor | None
     tile_bytes: int | None
-    support: SampledSupport | None
 
 
 @overload
@@ -76,7 +74,6 @@ def linear_logprobs(
     ignore_index: int = -100,
     main_grad: Tensor | None = None,
     tile_bytes: int | None = None,
-    support: SampledSupport | None = None,
     validate: bool = True,
     kernel: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -118,7 +115,6 @@ def linear_logprobs(
             added to it, and autograd then returns no gradient of ``weight``. None: autograd returns it.
         tile_bytes: largest size in bytes of a tile's logits plus the copies of the weight that are converted to their
             type; None: :data:`TILE_BYTES` of the device.
-        support: as for :func:`vocab_parallel_logprobs`; only the logits of the kept tokens are computed, in float32.
 
     Returns: log-probs [...] float32, or the pair (log-probs, entropy), in nats.
 
@@ -143,15 +139,6 @@ def linear_logprobs(
     if tile_bytes < 1:
         raise ArgumentError(f"tile_bytes must be above 0, but it is {tile_bytes}")
     shards = vocab_shards(weight.shape[0], group, shard_sizes, vocab_size)
-    if support is not None:
-        refuse_entropy(entropy)
-        if sequence_parallel or main_grad is not None:
-            raise ArgumentError(
-                "support can't be combined with sequence_parallel or main_grad; gather the hidden states"
-            )
-        logits_at = linear_logits_at(hidden.flatten(0, -2), weight, bias, softcap, group, tile_bytes)
-        options_of_set = {"temperature": temperature, "ignore_index": ignore_index, "validate": validate}
-        return support_logprobs(logits_at, targets, support, shards, **options_of_set)  # type: ignore[arg-type]
     options = LogprobOptions(temperature, ignore_index, entropy, validate, choose(hidden, kernel))
     call = _CallArguments(shards, options, softcap, main_grad, tile_bytes, sequence_parallel and world > 1)
     # Converted to the weight's type, as the model's output layer would do.

@@ -21,7 +21,6 @@ from nemo_geomask.parallel.logprob_options import (
     vocab_shards,
 )
 from nemo_geomask.parallel.softmax import check_targets, gradient_inputs, merge_shards
-from nemo_geomask.parallel.support import SampledSupport, refuse_entropy, support_logprobs
 
 
 @overload
@@ -31,7 +30,6 @@ def vocab_parallel_logprobs(
     *,
     entropy: Literal[False] = ...,
     inplace_gradient: bool = ...,
-    support: SampledSupport | None = ...,
     **keywords: Unpack[LogprobKeywords],
 ) -> Tensor: ...
 @overload
@@ -54,7 +52,6 @@ def vocab_parallel_logprobs(
     shard_sizes: Sequence[int] | None = None,
     ignore_index: int = -100,
     inplace_gradient: bool = False,
-    support: SampledSupport | None = None,
     validate: bool = True,
     kernel: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -82,8 +79,6 @@ def vocab_parallel_logprobs(
             of their size instead of two. The logits are gone after the backward pass. If autograd has kept them for
             anything else (another loss on them, an operation that produced them and saved its output, a second backward
             pass), that fails with autograd's own error about a tensor modified in place.
-        support: the tokens that the sampler's top-k and top-p kept, for the log-probs of the filtered distribution:
-            the sum over j is then over each row's kept set.
         validate: check that every target is in a shard, and that the ranks of ``group`` agree on targets, shards and
             settings. The host reads one flag back from the device for this. If False, the log-prob of a target in no
             shard is NaN.
@@ -114,18 +109,6 @@ def vocab_parallel_logprobs(
     if inplace_gradient:
         _check_inplace(logits)
     shards = vocab_shards(logits.shape[-1], group, shard_sizes, vocab_size)
-    if support is not None:
-        refuse_entropy(entropy)
-        matrix = logits.reshape(-1, logits.shape[-1])
-        return support_logprobs(
-            lambda rows, columns: matrix[rows, columns],
-            targets,
-            support,
-            shards,
-            temperature=temperature,
-            ignore_index=ignore_index,
-            validate=validate,
-        )
     options = LogprobOptions(temperature, ignore_index, entropy, validate, choose(logits, kernel))
     apply: Any = _VocabParallel.apply
     outputs: tuple[Tensor, ...] = apply(logits, targets, shards, options, inplace_gradient)

@@ -8,7 +8,7 @@ shard of every sequence; only attention uses the keys and values of all shards.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from nemo_geomask.data_keys import TOKEN_MASK
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.metrics import Metrics
 from nemo_geomask.parallel import vocab_parallel_logprobs
-from nemo_geomask.parallel.support import sum_gradient_over_ranks
+from nemo_geomask.segments.packed_reductions import gather_ranks
 from nemo_geomask.tools.lab.arithmetic import linear
 from nemo_geomask.tools.lab.generation_engine import filter_logits, zero_filtered
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
@@ -132,7 +132,7 @@ class TrainingEngine:
         with self._autocast, hook_routers(model, routes if self._policy.router_replay.enabled else None) as chosen:
             ids, position = batch["input_ids"][index][None], packing.position[None]
             body = model.model(input_ids=ids, position_ids=position, use_cache=False, packing=packing)
-            logits = linear(sum_gradient_over_ranks(body.last_hidden_state[0], tp.group), columns).float()
+            logits = linear(_sum_gradient_over_ranks(body.last_hidden_state[0], tp.group), columns).float()
         if self.is_filtered:
             logits = filter_logits(logits, generation)
         elif generation.temperature != 1:
@@ -147,3 +147,22 @@ class TrainingEngine:
             return TokenScores(*logprobs_and_entropy, differ)
         logprobs = vocab_parallel_logprobs(logits, targets, group=tp.group, shard_sizes=sizes)
         return TokenScores(logprobs, torch.zeros_like(differ), differ)
+
+
+def _sum_gradient_over_ranks(values: Tensor, group: Any) -> Tensor:
+    """Return the values, whose gradient is summed over ranks: what a layer sharded by columns does to its input."""
+    if group is None:
+        return values
+    result: Tensor = _SumGradientOverRanks.apply(values, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _SumGradientOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return gather_ranks(grads[0], ctx.group).sum(dim=0), None
