@@ -38,7 +38,7 @@ def detect_zeros(evidence: Evidence, threshold: float) -> Detection:
     def share(sums: StepSums) -> float:
         # Sequences without any prev are no fault: the trainer may skip π_old for all sequences, or for those outside
         # the sample of audit_fraction.
-        without_gen = ratio_or_nan(sums["sequences_without_gen"], sums["all_sequences"])
+        without_gen = sums.mean("sequences_without_gen", "all_sequences")
         zeros = ratio_or_nan(max(sums["zero_gen"], sums["zero_prev"]), sums["unsure_tokens"])
         return without_gen if math.isnan(zeros) else max(without_gen, zeros)
 
@@ -53,21 +53,17 @@ def detect_zeros(evidence: Evidence, threshold: float) -> Detection:
 
 def detect_nonfinite(evidence: Evidence, threshold: float) -> Detection:
     """Look for log-probs that are NaN or infinite."""
-
-    def share(sums: StepSums) -> float:
-        return ratio_or_nan(sums["nonfinite"], sums["all_tokens"])
-
-    return _detect_in_steps(evidence, share, threshold, "{:.2%} of the log-probs are NaN or infinite", None)
+    description = "{:.2%} of the log-probs are NaN or infinite"
+    return _detect_in_steps(evidence, lambda sums: sums.mean("nonfinite", "all_tokens"), threshold, description, None)
 
 
 def detect_positive(evidence: Evidence, threshold: float) -> Detection:
     """Look for log-probs above 0."""
-
-    def share(sums: StepSums) -> float:
-        return ratio_or_nan(sums["positive_logprobs"], sums["all_tokens"])
-
     explained = fault_mismatch(evidence.sums_after, "positive")
-    return _detect_in_steps(evidence, share, threshold, "{:.2%} of the log-probs are above 0", explained)
+    description = "{:.2%} of the log-probs are above 0"
+    return _detect_in_steps(
+        evidence, lambda sums: sums.mean("positive_logprobs", "all_tokens"), threshold, description, explained
+    )
 
 
 def detect_shift(evidence: Evidence, threshold: float) -> Detection:
@@ -89,15 +85,13 @@ def detect_shift(evidence: Evidence, threshold: float) -> Detection:
 def detect_current_policy(evidence: Evidence, threshold: float) -> Detection:
     """Look for a ``curr`` that differs from ``prev`` where no weight has changed, or belongs to another token."""
 
-    def shifted(sums: StepSums) -> float:
-        return ratio_or_nan(sums["curr_shifted"], sums["curr_sequences"])
-
     def share(sums: StepSums) -> float:
         if sums["curr_sequences"] < MIN_COMPARED:
             return math.nan
-        return max(1 - sums.mean("curr_same", "curr_sequences"), float(shifted(sums) > MIN_SHIFTED_IN_ONE_STEP))
+        same, shifted = (sums.mean(name, "curr_sequences") for name in ("curr_same", "curr_shifted"))
+        return max(1 - same, float(shifted > MIN_SHIFTED_IN_ONE_STEP))
 
-    total = shifted(evidence.statistics.total())
+    total = evidence.statistics.total().mean("curr_shifted", "curr_sequences")
     if math.isnan(total):
         return Detection(math.nan, "no curr to compare with prev", needs="curr and prev of updates (loss_fn.record)")
     description = "up to {:.0%} of a step's sequences differ from prev by more than numerical noise"

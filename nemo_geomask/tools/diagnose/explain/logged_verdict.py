@@ -57,33 +57,23 @@ LOGGED_METRICS = tuple(LoggedMetric(**table) for table in tomllib.loads(_TEXT)["
 _BY_NAME = {name: metric for metric in LOGGED_METRICS for names in metric.names.values() for name in names}
 
 
-@dataclass(frozen=True)
-class LoggedVerdict:
-    """Verdict from logged metrics alone. They cannot identify a cause, and have no interval over sequences.
-
-    Attributes:
-        values: median of each judged metric over the last third of the steps, or those since a rise within them.
-    """
+class LoggedVerdict(NamedTuple):
+    """Verdict from logged metrics alone. They cannot identify a cause, and have no interval over sequences."""
 
     health: Health  # health of the run
     since: int | None  # first step of the rise to unhealthy values; None if there was none
-    values: Mapping[str, float]
-    remarks: tuple[str, ...]  # spikes, impossible values and rises that are no reason for the verdict
     sentence: str  # the verdict as text
 
 
 class _MetricVerdict(NamedTuple):
-    """Verdict from one metric: as :class:`LoggedVerdict`, and why it can't be called healthy, if it can't.
-
-    ``beyond`` says in which of the judged steps an unhealthy metric is beyond its limit, if its median is not.
-    """
+    """Verdict from one metric, as :class:`LoggedVerdict`."""
 
     health: Health
     since: int | None
-    median: float
-    remarks: list[str]
-    beyond: str = ""
-    unknown: str = ""
+    median: float  # over the last third of the steps, or those since a rise within them
+    remarks: list[str]  # spikes, impossible values and rises that are no reason for the verdict
+    beyond: str  # in which of the judged steps an unhealthy metric is beyond its limit, if its median is not
+    unknown: str  # why it can't be called healthy; empty if it can
 
 
 def expected_names() -> str:
@@ -122,10 +112,10 @@ def judge_logged(series: MetricSeries) -> LoggedVerdict | None:
     if health == "healthy" and (unknown := [verdict.unknown for verdict in verdicts.values() if verdict.unknown]):
         raise DataError(f"the logged metrics do not tell the run's present health: {'; '.join(unknown)}; {TO_RECORD}")
     numbers = [_value_text(name, metrics[name], verdict) for name, verdict in verdicts.items()]
-    remarks = tuple(remark for verdict in verdicts.values() for remark in verdict.remarks)
+    remarks = [remark for verdict in verdicts.values() for remark in verdict.remarks]
     onset = "" if since is None else f" since step {since}"
     sentence = "; ".join([f"{health}{onset}, by logged metrics alone: {', '.join(numbers)}", *remarks, TO_RECORD])
-    return LoggedVerdict(health, since, {name: verdict.median for name, verdict in verdicts.items()}, remarks, sentence)
+    return LoggedVerdict(health, since, sentence)
 
 
 def _find_metric(name: str) -> LoggedMetric | None:
@@ -181,7 +171,7 @@ def _judge_metric(
             "sequence_level_importance_ratios: true makes such products"
         )
     beyond_now = [step for step in beyond if step in judged]
-    is_half = health != "healthy" and 2 * len(beyond_now) <= len(judged)
+    is_half = health != "healthy" and 0 < 2 * len(beyond_now) <= len(judged)
     half = f"{len(beyond_now)} of {len(judged)} steps: {describe_steps(beyond_now, len(judged))}" if is_half else ""
     unknown = ""
     missing = [step for step in last_third if step not in excess]
@@ -191,7 +181,7 @@ def _judge_metric(
         unknown = f"{kind} in most of the last third of the steps: {'; '.join(remarks) or name}"
     elif {*beyond} & {*last_third} and _is_many(nan_count + len({*beyond} & {*last_third}), len(last_third)):
         unknown = f"{name} is beyond its limit or NaN in too many of the last {len(last_third)} steps"
-    return _MetricVerdict(health, since, median, remarks, half if beyond_now else "", unknown)
+    return _MetricVerdict(health, since, median, remarks, half, unknown)
 
 
 def _read_excess(
@@ -202,11 +192,10 @@ def _read_excess(
     for step, value in sorted(by_step.items()):
         if math.isnan(value) or step in empty_steps:
             continue
-        is_possible = metric.smallest - _ROUNDING <= value <= metric.largest + _ROUNDING
-        if not is_possible:
-            impossible.add(step)
-        if is_possible:
+        if metric.smallest - _ROUNDING <= value <= metric.largest + _ROUNDING:
             excess[step] = metric.measure_excess(value)
+        else:
+            impossible.add(step)
     return excess, impossible
 
 

@@ -18,8 +18,14 @@ from nemo_geomask.tools.diagnose.measure.token_table import TokenTable, sum_with
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 from nemo_geomask.tools.shared.terminal_text import escape_line
 
-LARGE_NOISE_FACTORS = (8.0, 16.0, 32.0, 64.0)
-"""A token's noise is large if it exceeds the median noise by one of these factors."""
+LARGE_NOISE_FACTORS = {8.0: 0.015, 16.0: 0.006, 32.0: 0.001, 64.0: 1e-4}
+"""A token's noise is large if it exceeds the median noise by one of these factors; with the share of such tokens.
+
+The shares, and :data:`TYPICAL_NOISE`, are those of bfloat16 decoding against float32 training, measured in the lab.
+"""
+TYPICAL_NOISE = 0.016
+"""Typical median noise."""
+_LARGE_FACTOR = min(LARGE_NOISE_FACTORS)
 MIN_EXPLAINED_SHARE = 0.1
 """Share of k3, or of |Δ|, that the additional tokens with large noise must account for."""
 MAX_FEW = 0.25
@@ -38,17 +44,6 @@ MAX_CONCENTRATION = 0.25
 NO_NOISE = 1e-4
 """Median noise below which two engines agree."""
 COMPARISON_NEEDED = "a step at which the mismatch rises, or another run (--against)"
-
-
-class Noise(NamedTuple):
-    """Median noise of the tokens, and the share of tokens with large noise by each of ``LARGE_NOISE_FACTORS``."""
-
-    median: float
-    large_shares: tuple[float, ...]
-
-
-TYPICAL_NOISE = Noise(0.016, (0.015, 0.006, 0.001, 1e-4))
-"""Noise of bfloat16 decoding against float32 training, measured in the lab."""
 
 
 def noise_of(table: TokenTable) -> Array:
@@ -95,7 +90,7 @@ def _recorded_engines(evidence: Evidence) -> str:
 
 def _median_growth(evidence: Evidence) -> float:
     """Return the factor by which the median noise has grown since *before*, or exceeds the typical noise."""
-    before = TYPICAL_NOISE.median if evidence.tokens_before is None else median_noise(evidence.tokens_before)
+    before = TYPICAL_NOISE if evidence.tokens_before is None else median_noise(evidence.tokens_before)
     return median_noise(evidence.elsewhere) / max(before, 1e-9)
 
 
@@ -118,14 +113,14 @@ class _Tail(NamedTuple):
 @lru_cache(maxsize=2)
 def _find_tail(table: TokenTable, before: TokenTable | None) -> _Tail:
     """Return the tail of the noise beyond that multiple of its median whose additional tokens hold most of k3."""
-    median, earlier_median = median_noise(table), TYPICAL_NOISE.median if before is None else median_noise(before)
+    median, earlier_median = median_noise(table), TYPICAL_NOISE if before is None else median_noise(before)
     noise, mismatch = noise_of(table), np.stack([table.k3, table.capped_abs], axis=1)
     tails = []
-    for index, factor in enumerate(LARGE_NOISE_FACTORS):
+    for factor, typical_share in LARGE_NOISE_FACTORS.items():
         limit = factor * max(median, 1e-9)
         shares = _large_shares(table, limit)
         if before is None:
-            earlier: Array = np.full_like(shares, TYPICAL_NOISE.large_shares[index])
+            earlier: Array = np.full_like(shares, typical_share)
         else:
             earlier = _large_shares(before, factor * max(earlier_median, 1e-9))
         growth = shares / np.maximum(earlier, MIN_LARGE_SHARE)
@@ -180,7 +175,7 @@ def detect_routing(evidence: Evidence, threshold: float) -> Detection:
     if not detection.is_shown:
         return detection
     table = evidence.elsewhere
-    flags = noise_of(table) > LARGE_NOISE_FACTORS[0] * max(median_noise(table), 1e-9)
+    flags = noise_of(table) > _LARGE_FACTOR * max(median_noise(table), 1e-9)
     change = np.expm1(np.clip(table.delta[flags].astype(float), -3.0, 3.0)) * table.weight[flags]
     sign = float(change.sum() / max(np.abs(change).sum(), 1e-30))
     concentrated = sum(region.excess for region in evidence.location.regions)
@@ -199,7 +194,7 @@ def detect_precision(evidence: Evidence, threshold: float) -> Detection:
     table, growth = evidence.elsewhere, _median_growth(evidence)
     if math.isnan(growth):
         return Detection(math.nan, "too few tokens", needs="tokens with log-probs of both engines")
-    typical = noise_of(table) <= LARGE_NOISE_FACTORS[0] * median_noise(table)
+    typical = noise_of(table) <= _LARGE_FACTOR * median_noise(table)
     columns = np.stack([table.k3 * typical, table.capped_abs * typical], axis=1)
     k3, capped_abs = sum_with_replicates(table, columns).T
     explained = MismatchSums(

@@ -189,11 +189,8 @@ def _onset(detection: Detection, evidence: Evidence) -> int | None:
         return None
     if detection.steps:
         first = next(step for step in detection.steps if step >= evidence.first_step)
-        return (
-            first
-            if first > (evidence.first_step if evidence.onset is None else min(evidence.statistics.steps))
-            else None
-        )
+        begin = evidence.first_step if evidence.onset is None else min(evidence.statistics.steps)
+        return first if first > begin else None
     onset = None if detection.part_value is None else _rise_of_part(detection, evidence.statistics)
     if onset is None:
         return None if detection.is_standing else evidence.onset

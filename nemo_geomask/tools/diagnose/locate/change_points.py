@@ -58,14 +58,13 @@ def find_change(
                 best = residual, index, is_gradual
     assert best is not None
     _, index, is_gradual = best
-    return change_at(values, index, min_noise, is_gradual=is_gradual)
+    return change_at(values, index, max(min_noise, step_noise(values)), is_gradual=is_gradual)
 
 
-def change_at(values: Array, index: int, min_noise: float, *, is_gradual: bool = False) -> ChangePoint:
-    """Return the change of a series at a known index; the arguments are those of :func:`find_change`."""
+def change_at(values: Array, index: int, noise: float, *, is_gradual: bool = False) -> ChangePoint:
+    """Return the change of a series at a known index, for values with a standard deviation of ``noise``."""
     count = len(values)
     rise = float(values[index:].mean() - values[:index].mean())
-    noise = max(min_noise, step_noise(values))
     score = rise / (noise * math.sqrt(1 / index + 1 / (count - index)))
     return ChangePoint(index, rise, score, is_gradual)
 

@@ -162,10 +162,6 @@ def _describe_groups(values: Sequence[Any], _: int) -> str:
     return f"{len(values)} prompt groups ({list_names(values)})"
 
 
-def _describe_prompts(values: Sequence[Any], count: int) -> str:
-    return f"{len(values)} of {count} prompts"
-
-
 def _describe_turns(values: Sequence[Any], _: int) -> str:
     low, high = _span(values)
     if low == 0:
@@ -206,8 +202,8 @@ def _describe_advantages(values: Sequence[Any], _: int) -> str:
     return f"responses with a {' or '.join(words[value] for value in values)} advantage"
 
 
-def _describe_sequences(values: Sequence[Any], count: int) -> str:
-    return f"{len(values)} of {count} sequences"
+def _some_of(name: str) -> Callable[[Sequence[Any], int], str]:
+    return lambda values, count: f"{len(values)} of {count} {name}"
 
 
 def _number(name: str) -> Callable[[TokenTable], Array]:
@@ -260,12 +256,12 @@ FACTORS: tuple[Factor, ...] = (
     Factor("response", _number("response"), _describe_response, COUNT_EDGES, "responses of several lengths"),
     Factor("length", _number("length"), _describe_length, COUNT_EDGES, "sequences of several lengths"),
     Factor("group", _number("group"), _describe_groups, needs="several prompts", is_coarse=False),
-    Factor("prompt", _prompts, _describe_prompts, needs="several prompts", is_coarse=False),
+    Factor("prompt", _prompts, _some_of("prompts"), needs="several prompts", is_coarse=False),
     Factor("advantage", lambda table: np.sign(table.numbers["advantage"]), _describe_advantages, needs="advantages"),
     Factor(
         "sequence",
         lambda table: np.arange(len(table.step)),
-        _describe_sequences,
+        _some_of("sequences"),
         needs="several sequences",
         is_coarse=False,
     ),

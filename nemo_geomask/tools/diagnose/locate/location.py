@@ -209,7 +209,7 @@ def _rank(search: SearchedTokens, region: Region, candidates: Sequence[Region]) 
             continue
         explains, is_explained = _explains(search, region, other), _explains(search, other, region)
         if explains and is_explained:
-            mine, theirs = (_information_with_penalty(each) for each in (region, other))
+            mine, theirs = (FREE_CHOICE.get(each.id, 1.0) * each.information for each in (region, other))
             if abs(math.log(mine / theirs)) > math.log(MIN_PREFERENCE):
                 beaten += mine < theirs
             else:
@@ -217,11 +217,6 @@ def _rank(search: SearchedTokens, region: Region, candidates: Sequence[Region]) 
         elif is_explained or (not explains and other.excess > region.excess):
             beaten += 1
     return -beaten, region.information
-
-
-def _information_with_penalty(region: Region) -> float:
-    """Return the information of a region, less for prompts and sequences, of which any may be chosen."""
-    return FREE_CHOICE.get(region.id, 1.0) * region.information
 
 
 def _rates(search: SearchedTokens, is_member: Array) -> tuple[float, float]:

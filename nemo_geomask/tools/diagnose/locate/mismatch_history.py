@@ -32,29 +32,21 @@ MAX_ONSET_DISTANCE = 2
 """Number of steps within which two changes are taken for the same."""
 
 
-class Rise(NamedTuple):
-    """The rise of the mismatch that the run has not recovered from.
-
-    Attributes:
-        first_step: first step that counts for the verdict: the onset, or the first step after an earlier rise ended;
-            None if all steps count.
-    """
-
-    onset: int | None  # first step of the rise; None if there was none, or it has ended
-    first_step: int | None
-
-
-def find_rise(statistics: RunStatistics, steps: list[int]) -> Rise:
-    """Return the rise of the mismatch that has lasted to the end of the run.
+def find_rise(statistics: RunStatistics, steps: list[int]) -> tuple[int | None, int | None]:
+    """Return the first step of the rise of the mismatch that the run has not recovered from, and that which counts.
 
     Args:
         statistics: the run's statistics.
         steps: the steps that hold tokens with log-probs of both engines, in order.
+
+    Returns:
+        The onset; None if there was no rise, or it has ended. Then the first step that counts for the verdict: the
+        onset, or the first step after an earlier rise ended; None if all steps count.
     """
     steps = _without_agreeing_first_step(statistics, steps)
     immaterial = _last_immaterial_steps(statistics, steps)
     if len(immaterial) >= RECENT_STEPS:
-        return Rise(None, immaterial[0] if len(immaterial) < len(steps) else None)
+        return None, (immaterial[0] if len(immaterial) < len(steps) else None)
     measure = _TYPICAL
     rise = _find_mismatch_change(statistics, steps, _TYPICAL)
     if rise is None and (rise := _find_mismatch_change(statistics, steps, _TAIL)) is not None:
@@ -66,8 +58,8 @@ def find_rise(statistics: RunStatistics, steps: list[int]) -> Rise:
         is_back = rise is None or _find_mismatch_change(statistics, before + after[fall.first :], measure) is None
         remaining = after[fall.first :]
         if is_back and len(remaining) >= RECENT_STEPS:
-            return Rise(None, remaining[0])
-    return Rise(None, None) if rise is None else Rise(after[0], after[0])
+            return None, remaining[0]
+    return (None, None) if rise is None else (after[0], after[0])
 
 
 def _last_immaterial_steps(statistics: RunStatistics, steps: list[int]) -> list[int]:
@@ -116,7 +108,8 @@ def _sampling_noise(sums: list[StepSums], measure: _Measure) -> float:
     """Return the standard error, over sequences, of the logarithm of a typical step's mismatch; at least MIN_NOISE."""
     errors = []
     for step in sums:
-        size, expected = (step.bootstrapped(name) for name in (measure.name, "one_minus_p"))
+        replicates = step.replicates()
+        size, expected = replicates[measure.name], replicates["one_minus_p"]
         drawn = size[(expected > 0) & (size > 0)] / expected[(expected > 0) & (size > 0)]
         if len(drawn):
             errors.append(float(np.log(drawn).std()))
@@ -138,8 +131,8 @@ def find_short_rise(statistics: RunStatistics, steps: list[int]) -> tuple[int, f
             for expected in (measure.expected, "tokens")
         )
         edge, edge_per_token = find_edge_rise(relative, noise), find_edge_rise(per_token, noise)
-        if edge is not None and edge_per_token is not None and edge.times > math.exp(measure.min_rise):
-            best = best or (steps[edge.first], edge.times)
+        if edge is not None and edge_per_token is not None and edge.rise > measure.min_rise:
+            best = best or (steps[edge.first], math.exp(edge.rise))
         change = _find_rise_in(relative, noise)
         # The first step's k3 may be low by chance: it has a long tail, and a step's own error can't tell what it lacks.
         is_first = change is not None and change.first <= 1

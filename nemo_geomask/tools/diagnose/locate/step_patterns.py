@@ -9,20 +9,21 @@ from typing import NamedTuple
 import numpy as np
 
 from nemo_geomask.optional import require
-from nemo_geomask.tools.diagnose.locate.change_points import MIN_AFTER, MIN_RISE, MIN_SCORE, MIN_VALUES, step_noise
+from nemo_geomask.tools.diagnose.locate.change_points import (
+    MIN_AFTER,
+    MIN_RISE,
+    MIN_SCORE,
+    MIN_VALUES,
+    ChangePoint,
+    change_at,
+    step_noise,
+)
 from nemo_geomask.tools.diagnose.read.record_reader import Array
 
 MIN_CYCLES = 3
 """Number of times that a cycle must be repeated in a run."""
 MAX_CHANCE = 1e-5
 """Probability, over all cycle lengths, with which noise may look like a cycle."""
-
-
-class EdgeRise(NamedTuple):
-    """A rise that too few values precede or follow to be sure that it lasts."""
-
-    first: int  # index of the first value after the rise
-    times: float  # ratio of the mean after the rise to the mean before
 
 
 class Period(NamedTuple):
@@ -34,7 +35,7 @@ class Period(NamedTuple):
     lowest: int  # the phase with the smallest mean
 
 
-def find_edge_rise(logarithms: Sequence[float], min_noise: float) -> EdgeRise | None:
+def find_edge_rise(logarithms: Sequence[float], min_noise: float) -> ChangePoint | None:
     """Return the largest rise that is too close to an edge of the series for :func:`~change_points.find_change`.
 
     In a series of fewer than ``MIN_VALUES`` values, which ``find_change`` does not search, a rise at any index counts.
@@ -47,13 +48,9 @@ def find_edge_rise(logarithms: Sequence[float], min_noise: float) -> EdgeRise | 
     count = len(values)
     indices = range(1, count) if count < MIN_VALUES else (1, *range(count - MIN_AFTER + 1, count))
     noise = min_noise if count < MIN_VALUES else max(min_noise, step_noise(values))
-    rises = []
-    for index in indices:
-        rise = float(values[index:].mean() - values[:index].mean())
-        score = rise / (noise * math.sqrt(1 / index + 1 / (count - index)))
-        if rise >= MIN_RISE and score >= MIN_SCORE:
-            rises.append(EdgeRise(index, math.exp(rise)))
-    return max(rises, key=lambda edge_rise: edge_rise.times, default=None)
+    changes = [change_at(values, index, noise) for index in indices]
+    rises = [change for change in changes if change.rise >= MIN_RISE and change.score >= MIN_SCORE]
+    return max(rises, key=lambda change: change.rise, default=None)
 
 
 def find_period(logarithms: Sequence[float], steps: Sequence[int], min_noise: float) -> Period | None:

@@ -164,10 +164,6 @@ class StepSums:
         drawn = self.bootstrap[self.bootstrap[:, BOOTSTRAP_SUMS.index("tokens")] > 0]
         return dict(zip(BOOTSTRAP_SUMS, drawn.T, strict=True))
 
-    def bootstrapped(self, name: str) -> Array:
-        """Return the replicates of one of :data:`BOOTSTRAP_SUMS`."""
-        return self.replicates()[name]
-
     def interval(self, name: str) -> tuple[float, float]:
         """Return the bootstrap interval, over sequences, of a sum's mean per token; NaN if there is no token."""
         replicates = self.replicates()

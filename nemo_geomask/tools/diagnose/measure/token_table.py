@@ -8,7 +8,7 @@ tokens, all are kept and every weight is 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -141,12 +141,10 @@ class TokenTable:
             return uniform_bits(mix_bits(owner)[self.sequence] + self.position.astype(np.uint64) * GOLDEN_GAMMA)
 
 
-_TOKEN_COLUMNS: dict[str, Any] = {
-    **dict.fromkeys(("sequence", "position", "from_end", "turn"), np.int32),
-    **dict.fromkeys(("begins_turn", "is_repeated"), np.bool_),
-    "token": np.int32,
-    **dict.fromkeys(("gen", "delta", "advantage", "entropy", "weight"), np.float32),
-}
+_TOKEN_COLUMNS = (
+    *("sequence", "position", "from_end", "turn", "begins_turn", "is_repeated", "token"),
+    *("gen", "delta", "advantage", "entropy", "weight"),
+)
 
 
 def tabulate(trained: TrainedTokens, mask: Array, owner: Array) -> TokenTable:
@@ -201,11 +199,10 @@ def _find_repeated(ids: Array, owner: Array) -> Array:
     return flags
 
 
-def join_tables(tables: Iterable[TokenTable]) -> TokenTable:
-    """Return one table of the tokens of several, thinned to ``MAX_TOKENS``."""
-    parts = list(tables) or [_EMPTY]
-    rate = min(part.rate for part in parts)
-    parts = [part.thin(rate) for part in parts]
+def join_tables(tables: Sequence[TokenTable]) -> TokenTable:
+    """Return one table of the tokens of several, at least one, thinned to ``MAX_TOKENS``."""
+    rate = min(table.rate for table in tables)
+    parts = [table.thin(rate) for table in tables]
     owners = [part.sequences for part in parts]
     starts = np.concatenate([[0], np.cumsum([len(part.step) for part in parts])])
     columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _TOKEN_COLUMNS}
@@ -237,15 +234,3 @@ def limit_table(table: TokenTable) -> TokenTable:
         rate /= 2
         table = table.thin(rate)
     return table
-
-
-_NO_TOKENS: dict[str, Any] = {name: np.zeros(0, dtype) for name, dtype in _TOKEN_COLUMNS.items()}
-_EMPTY = TokenTable(
-    SequenceColumns(
-        np.zeros(0, np.int64),
-        np.zeros(0, np.int64),
-        {name: np.zeros(0) for name in SEQUENCE_NUMBERS},
-        {name: np.zeros(0, object) for name in SEQUENCE_NAMES},
-    ),
-    **_NO_TOKENS,
-)

@@ -22,7 +22,6 @@ import numpy as np
 from nemo_geomask.errors import DataError
 from nemo_geomask.records.record_checks import read_metadata
 from nemo_geomask.records.record_schema import (
-    CHECKSUM_KEY,
     COLUMNS,
     MAX_TEXT_BYTES,
     RecordOrigin,
@@ -72,8 +71,7 @@ def convert_log(path: Path, directory: Path, *, row_group: int = 2**20) -> Path:
     assert step is not None
     source = f"{status.st_size}:{status.st_mtime_ns}".encode()  # in the record, to detect that the log has changed
     target = directory / file_name(step, JSONL_WRITER)
-    metadata = read_metadata(target)
-    if metadata.get(b"nemo_geomask.source") == source and CHECKSUM_KEY.encode() in metadata:
+    if read_metadata(target).get(b"nemo_geomask.source") == source:
         return target
     schema = arrow_schema(facts={"source": str(path), "loop": "train_data_step{N}.jsonl"})
     schema = schema.with_metadata({**schema.metadata, b"nemo_geomask.source": source})
@@ -99,7 +97,8 @@ def convert_log(path: Path, directory: Path, *, row_group: int = 2**20) -> Path:
 def _row_groups(path: Path, max_tokens: int) -> Iterator[list[dict[str, Any]]]:
     group: list[dict[str, Any]] = []
     tokens = 0
-    for row in _read_rows(path):
+    for number, values in read_json_lines(path):
+        row = _parse_row(values, f"{path}:{number}", number - 1)
         if group and (tokens + len(row["tokens"]) > max_tokens or len(group) == _MAX_GROUP_ROWS):
             yield group
             group, tokens = [], 0
@@ -107,11 +106,6 @@ def _row_groups(path: Path, max_tokens: int) -> Iterator[list[dict[str, Any]]]:
         tokens += len(row["tokens"])
     if group:
         yield group
-
-
-def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    for number, values in read_json_lines(path):
-        yield _parse_row(values, f"{path}:{number}", number - 1)
 
 
 def _parse_row(values: Any, location: str, number: int) -> dict[str, Any]:

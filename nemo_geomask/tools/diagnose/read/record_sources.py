@@ -18,7 +18,7 @@ from typing import Any
 from nemo_geomask.errors import ConfigError, DataError, InputLimitError
 from nemo_geomask.recipe.input_limits import InputLimits, current_limits, use_limits
 from nemo_geomask.records.record_checks import read_origin
-from nemo_geomask.records.record_schema import RecordOrigin, file_name, step_files
+from nemo_geomask.records.record_schema import RecordOrigin, step_files
 from nemo_geomask.tools.diagnose.read.jsonl_logs import JSONL_WRITER, convert_log, log_step
 
 CONVERTED_FOLDER = "geomask-records"
@@ -157,32 +157,23 @@ def map_records(
     paths: Sequence[Path],
     cache: Path | None = None,
     of_damage: OfDamage | None = None,
-    *,
-    processes: int | None = None,
 ) -> Iterator[Any]:
     """Yield :func:`apply_to_record` of each file, in the order of the paths, computed on all cores.
 
-    ``function`` and ``of_damage`` are picklable. Small files are read by this process alone, unless ``processes`` is
-    set.
+    ``function`` and ``of_damage`` are picklable. Small files are read by this process alone.
     """
-    count = min(len(paths), processes or len(os.sched_getaffinity(0)))
-    size = sum(_bytes_to_survey(path, cache) for path in paths)
-    if count < 2 or (processes is None and size < _MIN_BYTES_FOR_PROCESSES):
+    count = min(len(paths), len(os.sched_getaffinity(0)))
+    if count < 2 or sum(map(_bytes_to_survey, paths)) < _MIN_BYTES_FOR_PROCESSES:
         yield from (apply_to_record(function, path, cache, of_damage) for path in paths)
         return
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
         yield from pool.map(partial(_apply_with_limits, current_limits(), function, cache, of_damage), paths)
 
 
-def _bytes_to_survey(path: Path, cache: Path | None) -> int:
-    """Return the size of a record, or of the record that is, or will be, converted from a log; 0 if there is none."""
-    step = log_step(path)
-    converted = None if step is None else _folder_of_converted(path, cache) / file_name(step, JSONL_WRITER)
-    if converted is not None and converted.exists():
-        return converted.stat().st_size
-    # A link may lead nowhere, which its reader will say.
+def _bytes_to_survey(path: Path) -> int:
+    """Return the size of a record, or about that of the record of a log; 0 for a link that leads nowhere."""
     size = path.stat().st_size if path.exists() else 0
-    return size if step is None else size // _LOG_BYTES_PER_RECORD_BYTE
+    return size if log_step(path) is None else size // _LOG_BYTES_PER_RECORD_BYTE
 
 
 def _apply_with_limits(

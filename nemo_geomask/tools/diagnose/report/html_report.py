@@ -50,7 +50,6 @@ class _PageSection:
     intro: str = ""
     figures: list[Figure] = field(default_factory=list)
     tables: list[tuple[int, Table]] = field(default_factory=list)  # index of the run, and its table
-    is_folded: bool = False
 
 
 _SECTIONS = {
@@ -86,9 +85,7 @@ def _column_class(table: Table, index: int) -> str:
 
 def _build_sections(runs: Sequence[RunDiagnosis], decode: Decode | None) -> list[_PageSection]:
     """Return the sections that have a figure or a table."""
-    sections = {
-        key: _PageSection(key, title, intro, is_folded=key == "more") for key, (title, intro) in _SECTIONS.items()
-    }
+    sections = {key: _PageSection(key, title, intro) for key, (title, intro) in _SECTIONS.items()}
     for figure in diagnosis_figures(runs):
         sections[figure.section].figures.append(figure)
     tables_by_key: dict[str, list[tuple[int, Table]]] = {}

@@ -123,6 +123,7 @@ def _number_table(diagnosis: RunDiagnosis) -> Table:
 
 def _cause_table(diagnosis: RunDiagnosis) -> Table:
     rows: list[tuple[Any, ...]] = []
+    shares = {shown.cause.id: shown.share for shown in diagnosis.shown}
     for cause in CAUSES:
         detection = diagnosis.detections[cause.id]
         state: str = "not judged" if diagnosis.unjudged_reason else detection.state
@@ -130,26 +131,18 @@ def _cause_table(diagnosis: RunDiagnosis) -> Table:
         description = detection.description + (f"; a test needs {detection.needs}" if state == "not testable" else "")
         # A value that can't be judged would look like a verdict beside its threshold.
         value = math.nan if state == "not testable" else float(detection.value)
-        cells = _share_cells(diagnosis, cause.id)
+        share = shares.get(cause.id) or ()
+        cells = [f"{part.value:.1%} ({part.low:.1%} to {part.high:.1%})" for part in share] or [ABSENT, ABSENT]
         rows.append((cause.id, state, *cells, value, f"> {cause.threshold:g}", description))
     definitions = {
         cause.id: f"{cause.name}; shown if the measured value exceeds the threshold, {cause.rationale}"
         for cause in CAUSES
     }
-    for share, name in zip(_SHARES, ("k3", "|Δ| (each at most 1)"), strict=True):
-        definitions[share] = (
+    for column, name in zip(_SHARES, ("k3", "|Δ| (each at most 1)"), strict=True):
+        definitions[column] = (
             f"share of the sum of {name} that the cause accounts for, and its {CONFIDENCE_LABEL} interval"
         )
     return Table("causes", "Causes", ("", "", *_SHARES, "measured", "threshold", "which is"), rows, definitions)
-
-
-def _share_cells(diagnosis: RunDiagnosis, cause: str) -> tuple[str, str]:
-    shares = {shown.cause.id: shown.share for shown in diagnosis.shown}
-    share = shares.get(cause)
-    if share is None:
-        return ABSENT, ABSENT
-    k3, size = (f"{part.value:.1%} ({part.low:.1%} to {part.high:.1%})" for part in share)
-    return k3, size
 
 
 _STEP_COLUMNS = {

@@ -11,9 +11,6 @@ from nemo_geomask.tools.diagnose.report.json_formats import CandidateJson, Sweep
 from nemo_geomask.tools.diagnose.report.report_tables import Table
 from nemo_geomask.tools.shared.terminal_text import escape_line
 
-MEASURES = ("removed", "pull", "bias", "variance", "ess", "advantage")
-"""Keys of a candidate's measures, in the order of the columns."""
-
 
 def sweep_table(sweep: SweepJson) -> Table:
     """Return the table of the candidates."""
@@ -25,12 +22,12 @@ def sweep_table(sweep: SweepJson) -> Table:
     rows: list[tuple[Any, ...]] = [
         (
             *(candidate["name"], mark(candidate)),
-            *(candidate[measure]["value"] for measure in MEASURES),
+            *(candidate[measure]["value"] for measure in sweep["definitions"]),
             *(", ".join(map(str, candidate["skipped"])), candidate["source"]),
         )
         for candidate in candidates
     ]
-    columns = ("candidate", "", *MEASURES, "steps skipped", "source")
+    columns = ("candidate", "", *sweep["definitions"], "steps skipped", "source")
     return Table("candidates", _title(sweep), columns, rows, sweep["definitions"])
 
 

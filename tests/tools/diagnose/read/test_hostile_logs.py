@@ -11,8 +11,8 @@ pytest.importorskip("pyarrow")
 
 from nemo_geomask.errors import DataError, InputLimitError
 from nemo_geomask.recipe.input_limits import InputLimits, use_limits
+from nemo_geomask.tools.diagnose.read import record_sources
 from nemo_geomask.tools.diagnose.read.json_lines import read_json_lines
-from nemo_geomask.tools.diagnose.read.record_sources import map_records
 from tests.helpers.limited_commands import limited_commands
 from tests.tools.diagnose.read.hostile_logs import (
     HOSTILE_LOGS,
@@ -76,13 +76,14 @@ def test_a_limit_is_an_option(commands, tmp_path):
     assert commands.run("sweep", tmp_path, "--limit", "lines=3").status == 2
 
 
-def test_the_processes_that_read_the_logs_have_the_same_limits(tmp_path):
+def test_the_processes_that_read_the_logs_have_the_same_limits(tmp_path, monkeypatch):
+    monkeypatch.setattr(record_sources, "_MIN_BYTES_FOR_PROCESSES", 0)
     for step in (1, 2):
         (tmp_path / f"train_data_step{step}.jsonl").write_bytes(valid_lines(2, x="a" * 20))
     paths = sorted(tmp_path.iterdir())
-    assert len(list(map_records(Path.exists, paths, tmp_path / "cache", processes=2))) == 2
+    assert len(list(record_sources.map_records(Path.exists, paths, tmp_path / "cache"))) == 2
     with use_limits(InputLimits(line_bytes=10)), pytest.raises(InputLimitError, match="line_bytes"):
-        list(map_records(Path.exists, paths, tmp_path / "other cache", processes=2))
+        list(record_sources.map_records(Path.exists, paths, tmp_path / "other cache"))
 
 
 def test_a_planted_file_in_the_cache_is_not_read(commands, tmp_path):
