@@ -11,12 +11,18 @@ from nemo_geomask.tools.diagnose.explain.cause_selection import rank_causes
 from nemo_geomask.tools.diagnose.explain.evidence import Detection, Evidence, MismatchSums
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_sums import BOOTSTRAP_SUMS, StepSums
+from nemo_geomask.tools.diagnose.measure.step_survey import survey_block
 from nemo_geomask.tools.diagnose.measure.token_table import REPLICATES
+from tests.evidence.diagnose.planted_causes import planted_step
+from tests.evidence.diagnose.planted_logs import RunShape
+
+TOKENS = survey_block(planted_step(0, 5, None, 0.0, shape=RunShape(prompts=1, samples=1, length=8))).tokens
+NO_TOKENS = TOKENS.select(np.zeros(len(TOKENS), bool))
 
 
 def evidence(*, k3=10.0, capped_abs=20.0, first_step=5, nonfinite=0.0, all_tokens=100.0, before=None):
     """Steps 4 to 6, the judged ones of which hold this mismatch."""
-    statistics = RunStatistics()
+    statistics = RunStatistics(tables=[NO_TOKENS])
     for step in (4, 5, 6):
         sums = StepSums()
         sums["tokens"], sums["all_tokens"], sums["nonfinite"] = 100.0, all_tokens, nonfinite
@@ -25,7 +31,7 @@ def evidence(*, k3=10.0, capped_abs=20.0, first_step=5, nonfinite=0.0, all_token
             sums.bootstrap[:, BOOTSTRAP_SUMS.index(name)] = value / 2
         sums["one_minus_p"] = sums["one_minus_p_squared"] = 50.0
         statistics.steps[step] = sums
-    against = None if before is None else RunStatistics(steps={1: before})
+    against = None if before is None else RunStatistics(steps={1: before}, tables=[NO_TOKENS])
     return Evidence(statistics, None, first_step, True, against=against)
 
 

@@ -68,7 +68,3 @@ def test_sums_have_the_replicates_of_whole_sequences():
             owner = table.sequence[index]
             expected += float(table.sequences.draws[replicate, owner]) * table.capped_abs[index]
         assert sums[1 + replicate, 0] == pytest.approx(expected)
-
-
-def test_a_run_without_tokens_has_an_empty_table():
-    assert len(RunStatistics().tokens) == 0
