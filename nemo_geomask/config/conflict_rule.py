@@ -37,12 +37,7 @@ class ConflictRule:
     depends_on: tuple[str, ...] = ()
 
 
-def both_on(first: str, second: str) -> Condition:
-    """Return a condition: both switches are on."""
-    return lambda s: bool(getattr(s, first)) and bool(getattr(s, second))
-
-
-def while_set(key: str, value: str, condition: Callable[[LossSettings], Any]) -> Condition:
+def while_set(key: str, value: str | bool, condition: Callable[[LossSettings], Any]) -> Condition:
     """Return a condition: the setting ``key`` has the value, and the given condition is met."""
     return lambda s: getattr(s, key) == value and bool(condition(s))
 

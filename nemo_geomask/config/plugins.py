@@ -135,7 +135,7 @@ class PluginGroup(Generic[T]):
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit as well: a plugin must not end a command, and with status 0
-            text = _message_of(error)
+            text = " ".join(str(error).split())
             raise self._error(f"{entry_label} could not be imported: {type(error).__name__}: {text}") from error
         if not is_accepted:
             cls = plugin if isinstance(plugin, type) else type(plugin)
@@ -166,13 +166,3 @@ class PluginGroup(Generic[T]):
                 "named", "{text}", {"text": text, "hint": f"did you mean '{guess}'?" if guess else ""}
             ) from error
         return name
-
-
-def _message_of(error: BaseException) -> str:
-    """Return a plugin's message in one line, as a problem has; its own ``__str__`` may raise anything."""
-    try:
-        return " ".join(str(error).split())
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
-        return "an error without a message"

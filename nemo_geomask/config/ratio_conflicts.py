@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from nemo_geomask.config.conflict_rule import Condition, ConflictRule, both_on, while_set
+from nemo_geomask.config.conflict_rule import Condition, ConflictRule, while_set
 from nemo_geomask.config.loss_settings import PRESTEP_REASONS
 
 NORMALIZATION = (
@@ -83,7 +83,11 @@ _CISPO_AGAINST = {
 }
 CISPO = (
     *(
-        ConflictRule(("use_cispo", key), both_on("use_cispo", key), f"use_cispo: true {reason}; unset one of them")
+        ConflictRule(
+            ("use_cispo", key),
+            while_set("use_cispo", True, attrgetter(key)),
+            f"use_cispo: true {reason}; unset one of them",
+        )
         for key, reason in _CISPO_AGAINST.items()
     ),
     ConflictRule(

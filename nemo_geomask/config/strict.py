@@ -29,8 +29,6 @@ S = TypeVar("S", bound="StrictModel")
 
 # Texts (in YAML, the words or quoted) that people write where they mean null.
 _NULL_WORDS = ("none", "nil", "null", "")
-_MAX_UNKNOWN_KEYS = 50
-"""Unknown keys of one section that are reported one by one."""
 # float32's smallest normal number and its largest one.
 _FLOAT32_TINY, _FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
@@ -77,11 +75,8 @@ class StrictModel(BaseModel):
         settings = _to_builtins(data)
         known_keys = {key: value for key, value in settings.items() if key in cls.model_fields}
         unknown_keys = {str(key): value for key, value in settings.items() if key not in known_keys}
-        # A search for the nearest name takes milliseconds, so that of thousands of keys would take a minute.
-        names = [*unknown_keys]
-        guesses = {key: nearest(key, cls.model_fields) for key in names[:_MAX_UNKNOWN_KEYS]}
+        guesses = {key: nearest(key, cls.model_fields) for key in unknown_keys}
         errors = [cls._unknown_key_error(key, unknown_keys[key], guess) for key, guess in guesses.items()]
-        errors += _count_of_others(names[_MAX_UNKNOWN_KEYS:])
         misspelt_fields = set(guesses.values())
         try:
             model = validate(known_keys)
@@ -124,15 +119,6 @@ class StrictModel(BaseModel):
         if allowed == {float} and isinstance(value, float) and 0 < abs(value) < _FLOAT32_TINY:
             raise PydanticCustomError("float32", "must fit float32, whose smallest normal number is 1.2e-38")
         return value
-
-
-def _count_of_others(keys: Sequence[str]) -> list[InitErrorDetails]:
-    """Return an error that counts unknown keys of which none is reported by itself; nothing if there are none."""
-    if not keys:
-        return []
-    message = "unknown key" if len(keys) == 1 else f"unknown key, and so are {len(keys) - 1:,} others after it"
-    error = PydanticCustomError("unknown_key", "{message}", {"message": message, "misspelt_field": ""})
-    return [InitErrorDetails(type=error, loc=(keys[0],), input=None)]
 
 
 def _union_members(annotation: Any) -> Iterator[Any]:
