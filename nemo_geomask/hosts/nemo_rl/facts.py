@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import operator
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -206,14 +207,6 @@ def policy_worker_class(policy_settings: Mapping[str, Any]) -> str | None:
     return f"{workers}.dtensor_policy_worker.DTensorPolicyWorker"
 
 
-def loss_fields(config_class: Any) -> set[str]:
-    """Return the field names of an imported ``ClippedPGLossConfig``.
-
-    It is a ``TypedDict`` in v0.6.0 and a pydantic model in later versions.
-    """
-    return set(neutral_values(config_class))
-
-
 NeutralValues = Mapping[str, tuple[Any, ...]]
 """Fields of NeMo-RL's loss, each with the values under which it changes nothing."""
 
@@ -288,7 +281,7 @@ def build_loss_config(config_class: Any, settings: Mapping[str, Any]) -> Any:
     """
     if isinstance(config_class, type) and issubclass(config_class, BaseModel):
         return config_class(**settings)
-    return {**LossConfig().model_dump(include=loss_fields(config_class)), **settings}
+    return {**LossConfig().model_dump(include=set(neutral_values(config_class))), **settings}
 
 
 @contextlib.contextmanager
@@ -300,20 +293,14 @@ def replace_loss_config(master_config: Any, config_class: Any, settings: Mapping
         config_class: the imported ``ClippedPGLossConfig``.
         settings: those that differ from NeMo-RL's defaults.
     """
-    replacement = build_loss_config(config_class, settings)
-    if isinstance(master_config, MutableMapping):
-        original = master_config["loss_fn"]
-        master_config["loss_fn"] = replacement
-    else:
-        original = master_config.loss_fn
-        master_config.loss_fn = replacement
+    is_mapping = isinstance(master_config, MutableMapping)
+    original = master_config["loss_fn"] if is_mapping else master_config.loss_fn
+    assign = operator.setitem if is_mapping else setattr
+    assign(master_config, "loss_fn", build_loss_config(config_class, settings))
     try:
         yield
     finally:
-        if isinstance(master_config, MutableMapping):
-            master_config["loss_fn"] = original
-        else:
-            master_config.loss_fn = original
+        assign(master_config, "loss_fn", original)
 
 
 def describe_filter(sampling_params: Any) -> str:

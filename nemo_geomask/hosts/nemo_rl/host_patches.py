@@ -142,7 +142,7 @@ def make_patches(conditions: Collection[str], *, actor: object = None) -> Iterat
                 continue
             for uses in group.apis:
                 if uses.module == module_name:
-                    uses.require(module, remedy=group.remedy)
+                    uses.require(getattr(module, uses.owner, None) if uses.owner else module, remedy=group.remedy)
             if not hasattr(owner, name):  # of an API that is not checked
                 continue
             if not owner_name and isinstance(vars(module)[name], types.FunctionType):

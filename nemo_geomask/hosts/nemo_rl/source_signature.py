@@ -97,7 +97,7 @@ class Uses:
         return {
             node.name: _parameters(node.args)
             for owner in owners
-            for node in _body(owner)
+            for node in getattr(owner, "body", ())
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in self.names
         }
 
@@ -108,19 +108,16 @@ class Uses:
             name: tuple(inspect.signature(members[name]).parameters.values()) for name in self.names if name in members
         }
 
-    def require(self, module: Any, *, remedy: str) -> None:
-        """Check the functions in the imported :attr:`module`.
+    def require(self, target: Any, *, remedy: str) -> None:
+        """Check the functions in the imported class or module, or in None, which lacks all.
 
         Args:
-            module: the module.
+            target: the class or module.
             remedy: the setting that does without them, as an imperative sentence without full stop.
 
         Raises:
             HostAPIError: a function differs.
         """
-        self._require(getattr(module, self.owner, None) if self.owner else module, remedy)
-
-    def _require(self, target: Any, remedy: str) -> None:
         all_differences = self.differences(self.defined_in(target))
         warn_of_accepted(all_differences)
         differences = not_accepted(all_differences)
@@ -152,7 +149,7 @@ def require_targets(uses: Iterable[Uses], *, remedy: str) -> None:
                 continue
             raise
         if use.is_present(use.defined_in(target)):
-            use._require(target, remedy)
+            use.require(target, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -204,30 +201,23 @@ def parse_module(module: str, package: Path) -> ast.Module | None:
     return None
 
 
-def _body(node: ast.AST | None) -> list[ast.stmt]:
-    return node.body if isinstance(node, ast.Module | ast.ClassDef) else []
-
-
 def _parameters(arguments: ast.arguments) -> Parameters:
     """Return the parameters of a parsed function; the default of one that has any is ``...``."""
+
+    def named(names: list[ast.arg], defaults: list[ast.expr | None], kind: Any) -> list[Parameter]:
+        return [
+            Parameter(name.arg, kind, default=Parameter.empty if default is None else ...)
+            for name, default in zip(names, defaults, strict=True)
+        ]
+
     positional = [*arguments.posonlyargs, *arguments.args]
-    required = len(positional) - len(arguments.defaults)
-    parameters = [
-        Parameter(
-            argument.arg,
-            Parameter.POSITIONAL_ONLY if index < len(arguments.posonlyargs) else Parameter.POSITIONAL_OR_KEYWORD,
-            default=Parameter.empty if index < required else ...,
-        )
-        for index, argument in enumerate(positional)
-    ]
-    if arguments.vararg:
-        parameters.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        default_value = Parameter.empty if default is None else ...
-        parameters.append(Parameter(argument.arg, Parameter.KEYWORD_ONLY, default=default_value))
-    if arguments.kwarg:
-        parameters.append(Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD))
-    return tuple(parameters)
+    defaults = [*[None] * (len(positional) - len(arguments.defaults)), *arguments.defaults]
+    return (
+        *named(positional, defaults, Parameter.POSITIONAL_OR_KEYWORD),
+        *(Parameter(name.arg, Parameter.VAR_POSITIONAL) for name in (arguments.vararg,) if name),
+        *named(arguments.kwonlyargs, arguments.kw_defaults, Parameter.KEYWORD_ONLY),
+        *(Parameter(name.arg, Parameter.VAR_KEYWORD) for name in (arguments.kwarg,) if name),
+    )
 
 
 def _is_required(parameter: Parameter) -> bool:
