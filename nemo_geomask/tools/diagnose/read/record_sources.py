@@ -27,7 +27,7 @@ CONVERTED_FOLDER = "geomask-records"
 DAMAGE = (DataError, InputLimitError)
 """Errors of a file that can't be read."""
 OfDamage = Callable[[Path, Exception], Any]
-_MIN_BYTES_FOR_PROCESSES = 2**25
+MIN_BYTES_FOR_PROCESSES = 2**25
 """Size of records from which they are read by several processes.
 
 Starting a process takes as long as reading a few million tokens.
@@ -163,7 +163,7 @@ def map_records(
     ``function`` and ``of_damage`` are picklable. Small files are read by this process alone.
     """
     count = min(len(paths), len(os.sched_getaffinity(0)))
-    if count < 2 or sum(map(_bytes_to_survey, paths)) < _MIN_BYTES_FOR_PROCESSES:
+    if count < 2 or sum(map(_bytes_to_survey, paths)) < MIN_BYTES_FOR_PROCESSES:
         yield from (apply_to_record(function, path, cache, of_damage) for path in paths)
         return
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:

@@ -11,7 +11,6 @@ import pytest
 from nemo_geomask.errors import DataError
 from nemo_geomask.tools.diagnose.explain.causes import CAUSES
 from nemo_geomask.tools.diagnose.explain.verdict import diagnose
-from nemo_geomask.tools.diagnose.locate.change_points import find_change
 from nemo_geomask.tools.diagnose.measure import token_table
 from nemo_geomask.tools.diagnose.measure.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.measure.step_survey import survey_block
@@ -220,13 +219,13 @@ def test_a_fault_that_has_ended_is_over_after_three_steps(last, first):
     assert (diagnosis.health == "healthy") is (first == 12)
 
 
-def steps_of(count, noise=lambda step: 1.0):
+def steps_of(count, noise=lambda step: 1.0, *, prompts=6, samples=4):
     """Return clean blocks whose Δ is multiplied by ``noise(step)``."""
-    shape = RunShape(prompts=6, samples=4)
+    shape = RunShape(prompts=prompts, samples=samples)
     blocks = [planted_step(0, step, None, 0.0, shape=shape) for step in range(1, count + 1)]
     for step, block in enumerate(blocks, 1):
         gen = block.tokens["gen"]
-        block.tokens["prev"] = np.where(noise(step) == 0, gen, gen + noise(step) * (block.tokens["prev"] - gen))
+        block.tokens["prev"] = gen + noise(step) * (block.tokens["prev"] - gen)
     return blocks
 
 
@@ -489,25 +488,6 @@ def test_no_step_is_an_error():
         diagnose(RunStatistics())
 
 
-@pytest.mark.parametrize("scale", [0.05, 0.2])
-def test_a_change_is_located(scale):
-    noise = scale * np.random.default_rng(1).standard_normal(40)
-    jump = find_change(noise + 2 * (np.arange(40) >= 25), 0.01)
-    assert (jump.first, jump.is_gradual) == (25, False)
-    assert jump.score > 20
-    slope = find_change(noise + 0.5 * np.maximum(np.arange(40) - 24, 0), 0.01)
-    assert slope.is_gradual
-    assert abs(slope.first - 25) <= 2
-
-
-def test_noise_is_not_a_change():
-    for seed in range(20):
-        change = find_change(np.random.default_rng(seed).standard_normal(30), 0.01)
-        assert abs(change.score) < 6
-    assert find_change([1.0] * 4, 0.01) is None
-    assert find_change([1.0, 2.0, np.nan, 1.0, 2.0, 3.0], 0.01) is None
-
-
 def test_the_tables_and_the_json_hold_the_same_values():
     diagnosis = diagnose(planted_run(0, "tool_calls", 20.0, onset=5, shape=RunShape(steps=8, prompts=6, samples=4)))
     shown = {table.key: table for table in diagnosis_tables(diagnosis, decode=lambda ids: "[bold]\x1b" * len(ids))}
@@ -535,20 +515,9 @@ def test_the_page_has_the_recorded_measurements_and_the_thresholds_of_the_code()
         assert rows[1]["named"].get(cause, 0) >= 0.95 * measured["seeds"], cause
 
 
-def clean_blocks(count, shape=None, noise=lambda step: 1.0):
-    """Return blocks of clean steps whose Δ is multiplied by ``noise(step)``."""
-    blocks = [
-        planted_step(0, step, None, 0.0, shape=shape or RunShape(prompts=6, samples=8)) for step in range(1, count + 1)
-    ]
-    for step, block in enumerate(blocks, 1):
-        gen = block.tokens["gen"]
-        block.tokens["prev"] = gen + noise(step) * (block.tokens["prev"] - gen)
-    return blocks
-
-
 def test_a_cause_without_anything_to_compare_is_not_ruled_out():
     """Nothing changes, there is no other run, and the records hold no weight versions."""
-    diagnosis = diagnose(run_of(*clean_blocks(12)))
+    diagnosis = diagnose(run_of(*steps_of(12, samples=8)))
     assert diagnosis.health == "healthy"
     for cause in ("few_tokens", "routing", "precision", "stale_engine"):
         assert diagnosis.detections[cause].state == "not testable"
@@ -558,11 +527,11 @@ def test_a_cause_without_anything_to_compare_is_not_ruled_out():
     assert "routing (needs whether the model has experts (--experts, or records of loss_fn.record))" in untested
     assert "routing" not in diagnosis.sentence.split("not testable")[0].split("ruled out: ")[1]
     # With something to compare, they are tested.
-    compared = diagnose(run_of(*clean_blocks(12)), planted_run(3))
+    compared = diagnose(run_of(*steps_of(12, samples=8)), planted_run(3))
     assert {compared.detections[cause].state for cause in ("few_tokens", "precision")} == {"ruled out"}
     versioned = [
         dataclasses.replace(block, sequences={**block.sequences, "weight_version": np.full(len(block), float(number))})
-        for number, block in enumerate(clean_blocks(6))
+        for number, block in enumerate(steps_of(6, samples=8))
     ]
     assert diagnose(run_of(*versioned)).detections["stale_engine"].state == "ruled out"
 
@@ -622,7 +591,7 @@ def test_the_onset_is_that_of_the_named_cause():
 
 def test_the_tail_alone_makes_a_run_worse_than_another():
     """k3 of a few tokens, while a typical token is the same."""
-    worse = clean_blocks(4, RunShape(prompts=12, samples=8))
+    worse = steps_of(4, prompts=12, samples=8)
     for block in worse:
         chosen = np.flatnonzero(block.tokens["mask"] & (block.tokens["gen"] < -0.5))[::250]
         block.tokens["prev"][chosen] -= np.random.default_rng(0).choice([-1.2, 1.2], len(chosen)).astype(np.float32)
@@ -633,19 +602,19 @@ def test_the_tail_alone_makes_a_run_worse_than_another():
 
 
 def test_a_sawtooth_is_named():
-    sawtooth = clean_blocks(16, noise=lambda step: 1.0 + (step - 1) % 4)
+    sawtooth = steps_of(16, lambda step: 1.0 + (step - 1) % 4, samples=8)
     for block in sawtooth:
         del block.sequences["staleness"]
     diagnosis = diagnose(run_of(*sawtooth))
     assert diagnosis.evidence.period.steps == 4
     assert (diagnosis.health, diagnosis.cause.id) == ("drifting", "staleness")
     assert "repeats every 4 steps" in diagnosis.headline
-    noisy = clean_blocks(16, noise=lambda step: float(np.exp(0.3 * np.random.default_rng(step).standard_normal())))
+    noisy = steps_of(16, lambda step: float(np.exp(0.3 * np.random.default_rng(step).standard_normal())), samples=8)
     assert diagnose(run_of(*noisy)).health == "healthy"
 
 
 def test_a_mean_weight_that_is_not_1_is_named():
-    shifted_up = clean_blocks(6)
+    shifted_up = steps_of(6, samples=8)
     for block in shifted_up:
         block.tokens["gen"] = block.tokens["gen"] - np.float32(0.14)
     diagnosis = diagnose(run_of(*shifted_up))
@@ -655,7 +624,7 @@ def test_a_mean_weight_that_is_not_1_is_named():
 
 @pytest.mark.parametrize(("steps", "since"), [(steps, since) for steps in range(2, 7) for since in range(2, steps + 1)])
 def test_a_rise_within_a_few_steps_is_never_healthy(steps, since):
-    diagnosis = diagnose(run_of(*clean_blocks(steps, noise=lambda step: 5.0 if step >= since else 1.0)))
+    diagnosis = diagnose(run_of(*steps_of(steps, lambda step: 5.0 if step >= since else 1.0, samples=8)))
     assert diagnosis.unjudged_reason.startswith("too short to judge") or diagnosis.health == "drifting"
     if diagnosis.health == "drifting" and not diagnosis.unjudged_reason:
         assert diagnosis.since == since
@@ -664,15 +633,15 @@ def test_a_rise_within_a_few_steps_is_never_healthy(steps, since):
 @pytest.mark.parametrize("steps", [5, 8, 12, 40])
 def test_a_steady_growth_below_the_limits_is_not_healthy(steps):
     """k3 grows tenfold."""
-    growth = clean_blocks(steps, RunShape(prompts=6, samples=4), lambda step: 10 ** (0.5 * (step - 1) / (steps - 1)))
+    growth = steps_of(steps, lambda step: 10 ** (0.5 * (step - 1) / (steps - 1)))
     diagnosis = diagnose(run_of(*growth))
     assert all(reading.health == "healthy" for reading in diagnosis.readings.values())
     assert diagnosis.unjudged_reason.startswith("too short to judge") or diagnosis.health == "drifting"
 
 
 def test_a_short_clean_run_says_that_it_is_too_short_for_a_change():
-    assert "over 3 steps, too short to judge a change" in diagnose(run_of(*clean_blocks(3))).sentence
-    assert "too short" not in diagnose(run_of(*clean_blocks(8))).sentence
+    assert "over 3 steps, too short to judge a change" in diagnose(run_of(*steps_of(3, samples=8))).sentence
+    assert "too short" not in diagnose(run_of(*steps_of(8, samples=8))).sentence
 
 
 def scaled(block, factor, certainty=1.0):

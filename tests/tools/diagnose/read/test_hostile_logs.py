@@ -77,7 +77,7 @@ def test_a_limit_is_an_option(commands, tmp_path):
 
 
 def test_the_processes_that_read_the_logs_have_the_same_limits(tmp_path, monkeypatch):
-    monkeypatch.setattr(record_sources, "_MIN_BYTES_FOR_PROCESSES", 0)
+    monkeypatch.setattr(record_sources, "MIN_BYTES_FOR_PROCESSES", 0)
     for step in (1, 2):
         (tmp_path / f"train_data_step{step}.jsonl").write_bytes(valid_lines(2, x="a" * 20))
     paths = sorted(tmp_path.iterdir())

@@ -184,11 +184,10 @@ def test_every_column_has_a_definition(diagnoses):
 
 
 def test_a_curve_of_a_long_run_is_pooled():
-    statistics = RunStatistics()
-    shape = RunShape(prompts=2, samples=2, length=30)
-    part = survey_block(planted_step(0, 1, None, 0.0, shape=shape)).steps[1]
-    statistics.steps = dict.fromkeys(range(1, 10 * MAX_POINTS + 8), part)
-    diagnosis = diagnose(statistics)
+    one_step = survey_block(planted_step(0, 1, None, 0.0, shape=RunShape(prompts=2, samples=2, length=30)))
+    part = one_step.steps[1]
+    steps = dict.fromkeys(range(1, 10 * MAX_POINTS + 8), part)
+    diagnosis = diagnose(RunStatistics(steps=steps, tables=one_step.tables))
     for figure in diagnosis_figures([diagnosis]):
         assert all(len(curve.x) <= MAX_POINTS for curve in figure.curves), figure.key
     (k3,) = [figure.curves[0] for figure in diagnosis_figures([diagnosis]) if figure.key.endswith("mismatch_k3")]
