@@ -106,76 +106,28 @@ def store_record(
     stem = name.removesuffix(".parquet")
     part = f".{stem}-{secrets.token_hex(8)}.part"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(part, flags, 0o666, dir_fd=folder)
     try:
-        sink = _HashingSink(descriptor)
-        writer = parquet.ParquetWriter(sink, schema, **options)
-        try:
-            for table in tables:
-                writer.write_table(table, row_group_size)
-            metadata = {ORIGIN_KEY: json.dumps(asdict(origin)), CHECKSUM_KEY: PLACEHOLDER}
-            writer.add_key_value_metadata(metadata)
-        finally:
-            with sink.first_error():
+        with os.fdopen(os.open(part, flags, 0o666, dir_fd=folder), "w+b") as file:
+            writer = parquet.ParquetWriter(file, schema, **options)
+            try:
+                for table in tables:
+                    writer.write_table(table, row_group_size)
+                writer.add_key_value_metadata({ORIGIN_KEY: json.dumps(asdict(origin)), CHECKSUM_KEY: PLACEHOLDER})
+            finally:
                 writer.close()
-        start, footer = read_footer(descriptor, sink.tell())
-        entry = find_checksum(footer)
-        assert entry is not None
-        os.pwrite(descriptor, sink.digest.hexdigest().encode(), start + entry[0])
-        os.fsync(descriptor)
-        identity = identify(os.fstat(descriptor))
+            file.flush()
+            descriptor, size = file.fileno(), file.tell()
+            start, footer = read_footer(descriptor, size)
+            entry = find_checksum(footer)
+            assert entry is not None
+            position = start + entry[0]
+            os.pwrite(descriptor, hash_without(descriptor, size, position).encode(), position)
+            os.fsync(descriptor)
+            identity = identify(os.fstat(descriptor))
         return StoredFile(_put_in_place(folder, part, name, may_replace), identity)
     finally:
-        os.close(descriptor)
         with contextlib.suppress(OSError):
             os.unlink(part, dir_fd=folder)
-
-
-class _HashingSink:
-    """File object for pyarrow that writes to a descriptor and hashes what it writes."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.digest = hashlib.sha256()
-        self.closed = False
-        self._descriptor = descriptor
-        self._position = 0
-        self._error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        """Write all bytes; raise OSError at the first that can't be written, and at every call after it."""
-        if self._error is not None:
-            raise self._error
-        self.digest.update(data)
-        remaining = memoryview(data)
-        size = len(remaining)
-        try:
-            while remaining:
-                remaining = remaining[os.write(self._descriptor, remaining) :]
-        except OSError as error:
-            self._error = error
-            raise
-        self._position += size
-        return size
-
-    def tell(self) -> int:
-        """Return the number of bytes written."""
-        return self._position
-
-    def flush(self) -> None:
-        """Do nothing; every write reaches the system."""
-
-    def close(self) -> None:
-        """Mark the sink as closed; the descriptor stays open."""
-        self.closed = True
-
-    @contextlib.contextmanager
-    def first_error(self) -> Iterator[None]:
-        """Raise the first error of ``write`` in place of those that follow from it."""
-        try:
-            yield
-        finally:
-            if self._error is not None:
-                raise self._error
 
 
 def _put_in_place(folder: int, part: str, name: str, may_replace: Callable[[FileIdentity], bool]) -> str:

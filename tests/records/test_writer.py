@@ -1,6 +1,5 @@
 """What is written is what comes back, and no disk stops a step."""
 
-import errno
 import json
 import logging
 import os
@@ -191,15 +190,13 @@ def test_a_slow_disk_costs_steps_and_no_time(tmp_path, caplog):
 
 
 def test_a_full_disk_costs_steps_and_leaves_nothing_half_written(tmp_path, caplog, monkeypatch):
-    write, written = os.write, []
+    open_descriptor = os.fdopen
 
-    def full(descriptor, data):
-        if len(written) == 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written.append(data)
-        return write(descriptor, data)
+    def on_a_full_disk(descriptor, mode):
+        os.close(descriptor)
+        return open_descriptor(os.open("/dev/full", os.O_RDWR), mode)
 
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "fdopen", on_a_full_disk)
     recorder = Recorder(tmp_path, waiting=100)
     with caplog.at_level(logging.WARNING, "nemo_geomask"):
         for step in range(1, 9):
