@@ -49,11 +49,7 @@ class RecordingFolder:
             is_alone = self._hold(folder)
         except OSError:  # the file system has no locks
             is_alone = True
-        try:
-            files = _list_identities(folder)
-        except OSError as error:
-            _log.warning("records: the files in %s can't be listed: %s", self._directory, error)
-            files = {}
+        files = _list_identities(folder)
         self.replaceable = files if is_alone else {}
         if not is_alone:
             _log.warning(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import errno
 import logging
 import secrets
@@ -152,10 +151,10 @@ class Recorder:
                 work.queue.clear()
                 self.lost += count
                 self.losses["not finished"] += count
-            self._warn("records: %d steps to %s lost: not finished within %g s", count, self.directory, timeout)
+            _log.warning("records: %d steps to %s lost: not finished within %g s", count, self.directory, timeout)
         self._folder.close()
         if self.lost:
-            self._warn("records: %d steps written to %s, %d lost", self.written, self.directory, self.lost)
+            _log.warning("records: %d steps written to %s, %d lost", self.written, self.directory, self.lost)
 
     def _started_work(self) -> _Work:
         """Return the work of the thread, starting one if there is none."""
@@ -200,14 +199,9 @@ class Recorder:
     def _log_loss(self, step: int, losses: int, message: str) -> None:
         """Log the first loss of a cause, and then whenever their number has doubled."""
         if losses and losses & (losses - 1) == 0:
-            self._warn(
+            _log.warning(
                 "records: step %d lost (%d so far) on the way to %s: %s", step, self.lost, self.directory, message
             )
-
-    @staticmethod
-    def _warn(message: str, *arguments: Any) -> None:
-        with contextlib.suppress(Exception):  # a handler of the program may fail
-            _log.warning(message, *arguments)
 
 
 def _describe(error: BaseException) -> tuple[str, str]:
