@@ -1,30 +1,54 @@
-"""Reader of Python code: the settings of configuration classes, as the statements of a file leave them.
+"""Reader of Python code: the settings that a file gives to configuration classes.
 
-Nothing is executed. Statements are followed in order, and functions of the file where they are called. A value is
-either computed, or unknown and named with its line. What is set in a branch or a loop is known within it alone.
+Nothing is executed. A variable has a value if the file binds it once, to an expression that can be computed. A
+configuration has the settings of its construction, and those that the same block assigns before it is handed on.
+Other code that may change a configuration, such as a function that gets it, is named with its line.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
-import itertools
 import operator
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 from nemo_geomask.recipe.input_limits import check_values
-from nemo_geomask.tools.translate.python_objects import DELETED, Bound, ProgramState, Thing, dotted_name, shown_code
-from nemo_geomask.tools.translate.setting_values import ExpansionBudget
+from nemo_geomask.tools.translate.peer_table import LOSS_WORDS
+from nemo_geomask.tools.translate.setting_values import UNRESOLVED, ExpansionBudget
 from nemo_geomask.tools.translate.shell_reader import ProgramRun, docstring_run
 
 _PARSERS = ("TrlParser", "HfArgumentParser")
 """Classes that make an object of a configuration class from a command line."""
+_READERS = re.compile("asdict|debug|dumps?|info|init|isinstance|items|keys|len|log|print|repr|to_dict|type|values")
+"""Functions that change none of their arguments; classes of other modules, in CamelCase, are taken to change none."""
+_USES = re.compile("train|evaluate|predict|add_callback|(save|push|log|print|create_model)[a-z_]*|[A-Z].*")
+"""Methods of a trainer that leave its settings as they are."""
+_NAMESPACES = ("exec", "eval", "globals", "locals")
+_CONFIGURATIONS = re.compile(".*(actor|algo|correction|grpo|loss|policy|ppo|train).*config", re.IGNORECASE)
+"""Classes that are no constructors, and that may hold settings of a loss."""
+_LIBRARY = re.compile("trl|trainer", re.IGNORECASE)
+"""Names of modules, classes and objects of a system, which code must not change."""
+_BINDING_FIELDS = ("id", "arg", "name", "asname", "rest")
+"""Fields of the nodes that bind a name."""
+_FUNCTIONS = (
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.Lambda,
+    ast.ListComp,
+    ast.SetComp,
+    ast.DictComp,
+    ast.GeneratorExp,
+)
+"""Nodes with variables of their own; a class has some that only its body sees."""
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    getattr(ast, node): getattr(operator, name)
-    for node, name in (pair.split() for pair in ("Add add", "Sub sub", "Mult mul", "Div truediv", "USub neg", "Eq eq"))
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
 }
 _MAX_NUMBER = 2.0**64
 
@@ -45,298 +69,324 @@ def constructions(text: str, constructors: Sequence[str], source: object = "the 
         SyntaxError: the text is not Python.
         InputLimitError: the values are too large.
     """
-    tree = ast.parse(text)
-    reader = _Reader(constructors, ExpansionBudget(source), ast.get_docstring(tree) or "")
-    reader.run(tree.body)
-    while reader.uncalled:  # functions that no line of the file calls
-        reader.call(next(iter(reader.uncalled.values())), None, [], {})
-    runs = [reader.program_run(thing) for thing in reader.things if thing.kind in constructors]
-    if not runs:
-        runs = [reader.program_run(thing) for thing in reader.things]
-        # A dict that is the value of an entry is itself among them.
-        settings = {name: value for run in runs for name, value in run.settings.items() if not isinstance(value, dict)}
-        runs = [ProgramRun("", settings, tuple(word for run in runs for word in run.unread))] if settings else []
-    runs = [replace(run, unread=(*run.unread, *reader.unread)) for run in runs]
+    reader = _Reader(ast.parse(text), constructors, ExpansionBudget(source))
+    runs = [*reader.constructed(), *reader.parsed()]
+    if not runs and (settings := reader.items_of_dicts()):
+        runs = [ProgramRun("", settings)]
+    changes = tuple(reader.changes_of_library())
     for run in runs:
         check_values(run.settings, source)
-    return runs
+    return [replace(run, unread=(*run.unread, *changes)) for run in runs]
 
 
-class _Reader(ProgramState):
-    """Follows the statements of a program."""
+class _UnknownError(Exception):
+    """An expression can't be computed; the argument is the code that hides its value."""
 
-    def __init__(self, constructors: Sequence[str], budget: ExpansionBudget, docstring: str) -> None:
-        super().__init__(constructors, budget)
-        self.docstring = docstring
-        self.open_functions: set[ast.AST] = set()
-        self.uncalled: dict[ast.AST, Thing] = {}
-        self.returned: list[Any] = []
 
-    def run(self, statements: Sequence[ast.stmt]) -> None:
-        """Follow statements in order."""
-        for statement in statements:
-            self.budget.add("steps", 1)
-            self.line = statement.lineno
-            match statement:
-                case ast.Assign(targets=targets, value=value):
-                    result = self.value(value)
-                    for target in targets:
-                        self._store(target, result)
-                case ast.AnnAssign(target=target, value=ast.expr() as value):
-                    self._store(target, self.value(value))
-                case ast.AugAssign(target=target, op=op, value=value):
-                    before, other = self.value(target), self.value(value)
-                    if isinstance(before, Thing) and isinstance(op, ast.BitOr):
-                        self.update(before, other, value)
-                    else:
-                        self._store(target, self._computed(op, [before, other], target))
-                case ast.Delete(targets=targets):
-                    for target in targets:
-                        self._store(target, DELETED)
-                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                    made = self.uncalled[statement] = Thing(statement, kind="function", may_be=self.scope.maps)
-                    self.bind(self.scope.maps[0], name, made)
-                    for decorator in statement.decorator_list:
-                        owner = self.value(decorator)
-                        if isinstance(owner, Thing) and owner.kind == "function":
-                            self.call(owner, decorator, [made], {})
-                case ast.ClassDef(name=name, body=body):
-                    self.scope = self.scope.new_child({"self": Bound(Thing(statement), (), self.line)})
-                    self.run(body)
-                    members, self.scope = self.scope.maps[0], self.scope.parents
-                    self.bind(self.scope.maps[0], name, Thing(statement, parts={**members}))
-                case ast.Global(names=names) | ast.Nonlocal(names=names):
-                    for name in names:  # which of its values is read depends on the order of calls
-                        values = [scope[name].value for scope in self.scope.maps if name in scope]
-                        self.bind(self.scope.maps[-1], name, Thing(ast.Name(name, lineno=self.line), may_be=values))
-                case ast.Import(names=names) | ast.ImportFrom(names=names):
-                    for alias in names:
-                        imported = Thing(ast.Name(alias.name, lineno=self.line))
-                        self.bind(self.scope.maps[0], alias.asname or alias.name, imported)
-                case ast.Return(value=value):
-                    self.returned.append(None if value is None else self.value(value))
+class _Reader:
+    """What a file binds, uses and calls. A variable is the scope that binds it, by id, with its name.
+
+    Attributes:
+        bindings: for each variable, the nodes that bind it.
+        mentions: for each variable, the nodes that read it, in the order of lines.
+        parents: the node that holds each node, by id.
+        blocks: id of the list that each statement stands in, by id.
+    """
+
+    def __init__(self, tree: ast.Module, constructors: Sequence[str], budget: ExpansionBudget) -> None:
+        self.tree, self.constructors, self.budget = tree, constructors, budget
+        self.bindings: dict[tuple[int, str], list[ast.AST]] = defaultdict(list)
+        self.mentions: dict[tuple[int, str], list[ast.Name]] = defaultdict(list)
+        self.parents: dict[int, ast.AST] = {}
+        self.blocks: dict[int, int] = {}
+        self.imported: dict[str, str] = {}  # name in its module, by name in the file
+        self.open_variables: set[tuple[int, str]] = set()  # those whose value is being computed
+        self.nodes = list(ast.walk(tree))
+        budget.add("steps", len(self.nodes))
+        for node in self.nodes:
+            self.parents |= {id(child): node for child in ast.iter_child_nodes(node)}
+            for _, block in ast.iter_fields(node):
+                if isinstance(block, list):
+                    self.blocks |= {id(child): id(block) for child in block}
+        for node in self.nodes:
+            if isinstance(node, ast.alias):
+                self.imported[node.asname or node.name] = node.name
+            is_read = isinstance(node, ast.keyword) or isinstance(getattr(node, "ctx", None), ast.Load)
+            for name in () if is_read else (getattr(node, field, None) for field in _BINDING_FIELDS):
+                if isinstance(name, str):
+                    self.bindings[id(self.scopes(node)[0]), name].append(node)
+        for node in self.nodes:
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                self.mentions[self.variable(node, node.id)].append(node)
+            for name in getattr(node, "names", ()) if isinstance(node, (ast.Global, ast.Nonlocal)) else ():
+                self.bindings[self.variable(self.scopes(node)[0], name)].append(node)
+        for mentions in self.mentions.values():
+            mentions.sort(key=lambda node: node.lineno)
+        self.classes = {node.name for node in self.nodes if isinstance(node, ast.ClassDef)}
+        self.trainers = {
+            name
+            for (_, name), nodes in self.bindings.items()
+            for node in nodes
+            if self.called(getattr(self.parents[id(node)], "value", None)).endswith("Trainer")
+        }
+
+    def scopes(self, node: ast.AST) -> list[ast.AST]:
+        """Return the scopes around a node, the innermost first."""
+        scopes: list[ast.AST] = []
+        while node is not self.tree:
+            node = self.parents[id(node)]
+            if isinstance(node, _FUNCTIONS) or (isinstance(node, ast.ClassDef) and not scopes) or node is self.tree:
+                scopes.append(node)
+        return scopes or [self.tree]
+
+    def variable(self, node: ast.AST, name: str) -> tuple[int, str]:
+        """Return the variable that a name stands for at a node."""
+        scopes = self.scopes(node)
+        return next(
+            ((id(scope), name) for scope in scopes if (id(scope), name) in self.bindings), (id(self.tree), name)
+        )
+
+    def constructed(self) -> Iterator[ProgramRun]:
+        """Yield the settings of each call of a configuration class, and of its subclasses what hides theirs."""
+        for node in self.nodes:
+            if isinstance(node, ast.ClassDef):
+                for base in node.bases:
+                    if (name := self.dotted_name(base)[-1]) in self.constructors:
+                        yield ProgramRun(name, {}, (f"class {node.name}({name}) (line {node.lineno})",))
+            if not isinstance(node, ast.Call):
+                continue
+            names = self.dotted_name(node.func)
+            if constructor := next((name for name in names if name in self.constructors), None):
+                settings: dict[str, Any] = {}
+                unread: list[str] = []
+                for keyword in node.keywords:
+                    try:
+                        settings |= self.items([(keyword.arg, keyword.value)])
+                    except _UnknownError as error:
+                        unread.append(self.shown(error.args[0]))
+                if names[-1] != constructor:  # a factory method, such as Config.decoupled_seq_is(…)
+                    settings["preset"] = names[-1]
+                yield self.with_changes(ProgramRun(constructor, settings, tuple(unread)), node)
+
+    def parsed(self) -> Iterator[ProgramRun]:
+        """Yield the settings of each configuration class that the file hands to a parser of the command line."""
+        for constructor in self.constructors:
+            positions = [
+                position
+                for call in self.nodes
+                if isinstance(call, ast.Call) and self.called(call) in _PARSERS
+                for argument in (*call.args, *(keyword.value for keyword in call.keywords))
+                for position, item in enumerate(getattr(self.made(argument), "elts", (argument,)))
+                if self.dotted_name(item)[-1] == constructor
+            ]
+            if not positions:
+                continue
+            run = replace(docstring_run(ast.get_docstring(self.tree) or ""), program=constructor)
+            for node in self.nodes:
+                match node:
+                    case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
+                        if self.called(value).startswith("parse_") and len(targets) > positions[0]:
+                            run = self.with_changes(run, targets[positions[0]])
+            yield run
+
+    def items_of_dicts(self) -> dict[str, Any]:
+        """Return the items of all dicts of the file; of several with one name, the last."""
+        settings: dict[str, Any] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Dict) or (isinstance(node, ast.Call) and self.called(node) == "dict"):
+                items = self.known(node)
+                settings |= items if isinstance(items, dict) else {}
+        return {name: value for name, value in settings.items() if not isinstance(value, dict)}
+
+    def with_changes(self, run: ProgramRun, node: ast.AST) -> ProgramRun:
+        """Return a run with what the file does to its configuration, which ``node`` makes or binds."""
+        statement = node if isinstance(node, ast.Call) else self.parents[id(node)]
+        statement = self.parents[id(statement)]
+        match statement:
+            case ast.Assign(targets=[ast.Name() as target]) | ast.AnnAssign(target=ast.Name() as target):
+                pass
+            case ast.Assign() if isinstance(node, ast.Name):
+                target = node
+            case _:
+                return run if self.is_use(node) else replace(run, unread=(*run.unread, self.shown(node)))
+        settings, hidden = self.changed(self.variable(target, target.id), statement, run.settings)
+        return replace(run, settings=settings, unread=(*run.unread, *map(self.shown, hidden)))
+
+    def changed(
+        self, variable: tuple[int, str], statement: ast.AST, parts: dict[str, Any]
+    ) -> tuple[dict[str, Any], list[ast.AST]]:
+        """Return the parts of a configuration or dict as the file changes them, and code that may change them, too.
+
+        Args:
+            variable: the only one that stands for it.
+            statement: statement that binds it to the variable.
+            parts: its attributes or items then.
+        """
+        parts, hidden = {**parts}, list[ast.AST]()
+        is_late = len(self.bindings[variable]) > 1
+        for mention in self.mentions[variable]:
+            parent = self.parents[id(mention)]
+            assignment = self.parents[id(parent)]
+            match parent:
+                case ast.Attribute(attr=key, ctx=ast.Store()) | ast.Subscript(slice=ast.Constant(key), ctx=ast.Store()):
+                    if isinstance(assignment, ast.Assign) and parent in assignment.targets:
+                        is_next = not is_late and self.blocks[id(assignment)] == self.blocks[id(statement)]
+                        value = self.known(assignment.value) if is_next else UNRESOLVED + self.shown(assignment)
+                        parts[str(key)] = value
+                        continue
+            if not self.is_use(mention):
+                hidden.append(parent)
+            is_late |= not isinstance(parent, ast.Attribute)
+        return parts, hidden
+
+    def is_use(self, node: ast.AST) -> bool:
+        """Return True if the code around an object reads it, or hands it on to what does not change it."""
+        parent = self.parents[id(node)]
+        above = self.parents[id(parent)]
+        match parent:
+            case ast.Expr() | ast.FormattedValue() | ast.Compare():
+                return True
+            case ast.Attribute(ctx=ast.Load()) | ast.Subscript(ctx=ast.Load()):
+                is_method = isinstance(above, ast.Call) and above.func is parent
+                return not is_method or _READERS.fullmatch(self.called(above)) is not None
+            case ast.Dict(keys=keys, values=values):  # {**c}
+                return any(key is None and value is node for key, value in zip(keys, values, strict=True))
+            case ast.keyword():
+                return parent.arg is None or self.changes_nothing(above)
+        return self.changes_nothing(parent)
+
+    def changes_nothing(self, node: ast.AST) -> bool:
+        """Return True for a call of a class of another module or of a function that only reads."""
+        name = self.called(node)
+        return (name[:1].isupper() and name not in self.classes) or _READERS.fullmatch(name) is not None
+
+    def changes_of_library(self) -> Iterator[str]:
+        """Yield code that may change what every configuration does."""
+        for node in self.nodes:
+            name = self.called(node)
+            match node:
+                case ast.Attribute(value=owner, ctx=ast.Store()) | ast.Subscript(value=owner, ctx=ast.Store()):
+                    is_change = self.is_of_library(owner)
+                case ast.Assign(value=value) if self.dotted_name(value)[-1] in self.constructors:
+                    is_change = True
+                case ast.Call(func=ast.Name()) if name in _NAMESPACES:
+                    is_change = True
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=owner))) if owner in self.trainers:
+                    is_change = not (_READERS.fullmatch(name) or _USES.fullmatch(name))
+                case ast.Call(args=arguments, keywords=keywords):
+                    is_change = not self.changes_nothing(node) and any(
+                        isinstance(argument, ast.Name) and self.is_of_library(argument) for argument in arguments
+                    )
+                    if _CONFIGURATIONS.fullmatch(name) and name not in self.constructors:
+                        is_change |= any(LOSS_WORDS.search(keyword.arg or "") for keyword in keywords)
                 case _:
-                    self._run_blocks(statement)
+                    is_change = False
+            if is_change:
+                yield self.shown(node)
 
-    def _run_blocks(self, statement: ast.stmt) -> None:
-        """Follow the expressions and the blocks of any other statement."""
-        values = [self.value(node) for node in ast.iter_child_nodes(statement) if _is_read(node)]
-        for item in getattr(statement, "items", ()):
-            manager = self.value(item.context_expr)
-            if item.optional_vars is not None:
-                self._store(item.optional_vars, manager)
-        for pattern in (part for case in getattr(statement, "cases", ()) for part in ast.walk(case.pattern)):
-            if name := getattr(pattern, "name", None) or getattr(pattern, "rest", None):
-                self.bind(self.scope.maps[0], name, Thing(pattern, may_be=self.reachable(values)))
-        is_decided = isinstance(statement, ast.If) and not isinstance(values[0], Thing)
-        for block, always in _blocks(statement, bool(values[0]) if is_decided else None):
-            outer = self.branches
-            self.branches = outer if always else (*outer, id(block))
-            for _ in range(2 if isinstance(statement, (ast.For, ast.AsyncFor, ast.While)) else 1):
-                # A value of the second pass may come from the first.
-                if isinstance(statement, (ast.For, ast.AsyncFor)):
-                    self._store(statement.target, Thing(statement.target, may_be=_among(values[0])))
-                self.run(block)
-            self.branches = outer
+    def is_of_library(self, code: ast.AST) -> bool:
+        """Return True if the code names a class or module of a system, or a trainer."""
+        names = {node.id for node in ast.walk(code) if isinstance(node, ast.Name)}
+        return not names.isdisjoint({*self.trainers, *self.constructors}) or any(map(_LIBRARY.search, names))
 
-    def _store(self, target: ast.expr, value: Any) -> None:
-        match target:
-            case ast.Name(id=name):
-                self.bind(self.scope.maps[0], name, value)
-            case ast.Attribute(value=owner, attr=name):
-                self.write(self.value(owner), name, value, target)
-            case ast.Subscript(value=owner, slice=index):
-                self.write(self.value(owner), self.value(index), value, target)
-            case ast.Tuple(elts=targets) | ast.List(elts=targets):
-                values = value[: len(targets)] if isinstance(value, list) else []
-                unknown: Any = Thing(target, may_be=_among(value))
-                for inner, item in itertools.zip_longest(targets, values, fillvalue=unknown):
-                    self._store(inner, item)
-            case ast.Starred(value=inner):
-                self._store(inner, Thing(target))
+    def dotted_name(self, node: ast.AST) -> list[str]:
+        """Return the parts of ``a.b.c``, ``a`` with its name in its module; of other code, one empty part."""
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if isinstance(node, ast.Name):
+            parts.append(self.imported.get(node.id, node.id))
+        return parts[::-1] or [""]
+
+    def called(self, node: ast.AST | None) -> str:
+        """Return the last part of the name that a call calls; empty for other code."""
+        return self.dotted_name(node.func)[-1] if isinstance(node, ast.Call) else ""
+
+    def known(self, node: ast.expr) -> Any:
+        """Return what an expression evaluates to; if that can't be computed, text that is marked as unresolved."""
+        try:
+            return self.value(node)
+        except _UnknownError as error:
+            return UNRESOLVED + self.shown(error.args[0])
 
     def value(self, node: ast.expr) -> Any:
-        """Return what an expression evaluates to; an unknown object if that can't be computed."""
+        """Return what an expression evaluates to.
+
+        Raises: _UnknownError: that can't be computed.
+        """
         self.budget.add("steps", 1)
         match node:
             case ast.Constant(value=value):
                 return value
-            case ast.Name(id=name):
-                return self.read(self.scope[name]) if name in self.scope else Thing(node)
-            case ast.Dict(keys=keys, values=values):
-                mapping = self.made(node, "dict")
-                for key, item in zip(keys, values, strict=True):
-                    if key is None:
-                        self.update(mapping, self.value(item), item)
-                    else:
-                        self.write(mapping, self.value(key), self.value(item), key)
-                return mapping
             case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
                 self.budget.add("items", len(items))
-                return [self.value(item) for item in items]
-            case ast.Attribute(value=owner, attr=name):
-                return self.part(self.value(owner), name, node)
-            case ast.Subscript(value=owner, slice=index):
-                return self.part(self.value(owner), self.value(index), node)
-            case ast.Call():
-                return self._called(node)
-            case ast.Yield(value=inner) | ast.YieldFrom(value=inner):
-                self.returned += [None, None if inner is None else self.value(inner)]
-                return Thing(node)
-            case ast.NamedExpr(target=target, value=inner):
-                self._store(target, result := self.value(inner))
-                return result
-        self.scope = self.scope.new_child()  # for the variables of a comprehension or a lambda
-        iterated = [self.value(comprehension.iter) for comprehension in getattr(node, "generators", ())]
-        for child in ast.walk(node):
-            self.budget.add("steps", 1)
-            if isinstance(child, ast.arg) or (isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)):
-                name = child.arg if isinstance(child, ast.arg) else child.id
-                self.bind(self.scope.maps[0], name, Thing(child, may_be=self.reachable(iterated)))
-        values = [self.value(child) for child in ast.iter_child_nodes(node) if _is_read(child)]
-        self.scope = self.scope.parents
-        ops = [node.op] if isinstance(node, (ast.BinOp, ast.UnaryOp)) else getattr(node, "ops", [])
-        return self._computed(ops[0], values, node) if len(ops) == 1 else Thing(node, may_be=self.reachable(values))
+                return [self.known(item) for item in items]
+            case ast.Dict(keys=keys, values=values):
+                names = [None if key is None else str(self.value(key)) for key in keys]
+                return self.items(zip(names, values, strict=True))
+            case ast.Call(func=ast.Name(id="dict"), args=[], keywords=keywords):
+                return self.items((keyword.arg, keyword.value) for keyword in keywords)
+            case ast.UnaryOp(op=op, operand=operand):
+                return self.computed(node, op, operand)
+            case ast.BinOp(left=left, op=op, right=right):
+                return self.computed(node, op, left, right)
+            case ast.Name(id=name) if (variable := self.variable(node, name)) not in self.open_variables:
+                if variable not in self.bindings:
+                    raise _UnknownError(node)
+                self.open_variables.add(variable)
+                try:
+                    return self.bound(variable)
+                finally:
+                    self.open_variables.remove(variable)
+        raise _UnknownError(node)
 
-    def _computed(self, op: ast.AST, values: list[Any], code: ast.expr) -> Any:
-        """Return the value of an operation on numbers, text or dicts."""
-        if isinstance(op, ast.BitOr) and isinstance(values[0], Thing) and values[0].kind == "dict":
-            united = self.made(code, "dict")
-            for value in values:
-                self.update(united, value, code)
-            return united
+    def items(self, pairs: Iterable[tuple[str | None, ast.expr]]) -> dict[str, Any]:
+        """Return the items of a dict: pairs of a name and a value, or of None and another dict."""
+        settings: dict[str, Any] = {}
+        for name, node in pairs:
+            if name is not None:
+                settings[name] = self.known(node)
+                continue
+            other = self.value(node)
+            if not isinstance(other, dict):
+                raise _UnknownError(node)
+            settings |= other
+        return settings
+
+    def computed(self, node: ast.expr, op: ast.AST, *operands: ast.expr) -> Any:
+        """Return the value of an operation on numbers."""
+        values = [self.value(operand) for operand in operands]
         is_number = all(isinstance(value, (int, float)) and abs(value) < _MAX_NUMBER for value in values)
-        if type(op) in _OPERATORS and (is_number or (isinstance(op, ast.Eq) and isinstance(values[0], str))):
-            with contextlib.suppress(ArithmeticError):
-                return _OPERATORS[type(op)](*values)
-        return Thing(code)
+        try:
+            return _OPERATORS[type(op)](*values) if is_number else self.value(ast.Name(""))
+        except (ArithmeticError, KeyError):
+            raise _UnknownError(node) from None
 
-    def _called(self, node: ast.Call) -> Any:
-        owner = self.value(node.func.value if isinstance(node.func, ast.Attribute) else node.func)
-        is_alias = isinstance(node.func, ast.Name) and isinstance(owner, Thing) and isinstance(owner.code, ast.Name)
-        names = dotted_name(owner.code if is_alias else node.func)
-        name = names[-1] if names else ""
-        arguments = [self.value(argument) for argument in node.args]
-        keywords = Thing(node, self.branches, "dict")
-        for keyword in node.keywords:
-            if keyword.arg is None:
-                self.update(keywords, self.value(keyword.value), keyword.value)
-            else:
-                self.bind(keywords.parts, keyword.arg, self.value(keyword.value))
-        constructor = next((item for item in names if item in self.constructors), None)
-        if constructor is None and isinstance(owner, Thing) and isinstance(owner.code, ast.ClassDef):
-            bases = [(dotted_name(base) or [""])[-1] for base in owner.code.bases]
-            constructor = name = next((base for base in bases if base in self.constructors), None) or name
-            constructor = constructor if constructor in self.constructors else None
-            keywords.hidden_by = keywords.hidden_by or (shown_code(node) if constructor else "")
-        if constructor is not None:
-            made = self.made(node, constructor, keywords.parts, keywords.hidden_by)
-            if name != constructor:  # a factory method, such as Config.decoupled_seq_is(…)
-                self.bind(made.parts, "preset", name)
-            return made
-        values = [*arguments, *(bound.value for bound in keywords.parts.values())]
-        if name in _PARSERS:
-            return self._parser(node, values)
-        if isinstance(owner, Thing) and owner.kind == "function":
-            return self.call(owner, node, arguments, keywords.parts)
-        if isinstance(owner, Thing) and owner.kind == "parser" and name.startswith("parse_"):
-            return list(owner.may_be)
-        match name, [owner, *arguments]:
-            case "update", [Thing(kind="dict") as mapping, *others]:
-                for other in (*others, keywords):
-                    self.update(mapping, other, node)
-            case "pop", [Thing(kind="dict") as mapping, key, *_]:
-                value = self.part(mapping, key, node)
-                self.write(mapping, key, DELETED, node)
-                return value
-            case ("get", [Thing(kind="dict") as thing, key, *_]) | ("getattr", [_, Thing() as thing, key, *_]):
-                return self.part(thing, key, node)
-            case "setattr", [_, Thing() as thing, key, value]:
-                self.write(thing, key, value, node)
-            case "vars", [_, Thing() as thing]:
-                return thing
-            case "dict", [_, *others] if isinstance(node.func, ast.Name):
-                mapping = self.made(node, "dict")
-                for other in (*others, keywords):
-                    self.update(mapping, other, node)
-                return mapping
-            case "SimpleNamespace" | "Namespace", _:
-                return Thing(node, parts=keywords.parts)
-            case "replace" | "copy" | "deepcopy", [*_, Thing() as thing]:
-                self.supersede(thing)
-                twin = self.made(node, thing.kind, thing.parts, thing.hidden_by)
-                self.update(twin, keywords, node)
-                return twin
+    def bound(self, variable: tuple[int, str]) -> Any:
+        """Return the value of a variable that is bound once."""
+        *others, binding = self.bindings[variable]
+        statement = self.parents[id(binding)]
+        match statement:
+            case ast.Assign(targets=[ast.Name()], value=code) | ast.AnnAssign(value=ast.expr() as code) if not others:
+                value = self.value(code)
             case _:
-                return self.called_elsewhere(node, name, owner, values)
-        return None
+                is_assigned = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign))
+                raise _UnknownError(statement if is_assigned else binding)
+        if isinstance(value, list | dict):
+            parts, hidden = self.changed(variable, statement, value if isinstance(value, dict) else {})
+            if hidden:
+                raise _UnknownError(hidden[0])
+            return parts if isinstance(value, dict) else value
+        return value
 
-    def _parser(self, node: ast.Call, values: list[Any]) -> Thing:
-        """Return a parser of the command line, which gives a configuration the settings of the file's docstring."""
-        results: list[Any] = []
-        for item in (item for value in values for item in (value if isinstance(value, list) else [value])):
-            name = (dotted_name(item.code) or [""])[-1] if isinstance(item, Thing) else ""
-            # The settings of a class are those of the file, however often it is parsed.
-            made = next(
-                (thing for thing in self.things if thing.kind == name and isinstance(thing.code, ast.Name)), None
-            )
-            if made is None and name in self.constructors:
-                run = docstring_run(self.docstring)
-                made = self.made(ast.Name(name, lineno=self.line), name, hidden_by=", ".join(run.unread))
-                made.is_from_docstring = run.is_from_docstring
-                for key, value in run.settings.items():
-                    self.bind(made.parts, key, value)
-            results.append(made or item)
-        return Thing(node, kind="parser", may_be=results)
+    def made(self, node: ast.expr) -> ast.AST:
+        """Return the code that a variable is bound to; other code, and a variable that is bound twice, as it is."""
+        bindings = self.bindings[self.variable(node, node.id)] if isinstance(node, ast.Name) else []
+        return getattr(self.parents[id(bindings[0])], "value", node) if len(bindings) == 1 else node
 
-    def call(self, function: Thing, node: ast.AST | None, arguments: list[Any], keywords: dict[str, Bound]) -> Any:
-        """Follow a function of the file, and return its value; without ``node``, for any arguments."""
-        definition: Any = function.code
-        self.uncalled.pop(definition, None)
-        spec = definition.args
-        names = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs]
-        defaults = [*zip(reversed([*spec.posonlyargs, *spec.args]), reversed(spec.defaults), strict=False)]
-        defaults += zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
-        values = {item.arg: self.value(default) for item, default in defaults if default is not None}
-        others = [*arguments, *keywords.values()]
-        possible = [(item, [values.get(item.arg)]) for item in names]
-        possible += [(item, others) for item in (spec.vararg, spec.kwarg) if item is not None]
-        variables: dict[str, Any] = {item.arg: Thing(item, may_be=self.reachable(may_be)) for item, may_be in possible}
-        if "self" in variables and "self" in function.may_be[0]:  # one object for all methods of a class
-            variables["self"] = function.may_be[0]["self"].value
-        if node is not None and not definition.decorator_list:
-            variables |= values
-        variables |= {item.arg: value for item, value in zip(names, arguments, strict=False)}
-        variables |= {name: bound.value for name, bound in keywords.items() if name in variables}
-        if definition not in self.open_functions:
-            caller = self.scope, self.returned, self.branches
-            bound = {name: Bound(value, self.branches, self.line) for name, value in variables.items()}
-            self.scope, self.returned = ChainMap(bound, *function.may_be), []
-            self.open_functions.add(definition)
-            self.run(definition.body)
-            self.open_functions.remove(definition)
-            results = self.returned
-            self.scope, self.returned, self.branches = caller
-            if len(results) == 1:
-                return results[0]
-            return Thing(node or definition, may_be=results)
-        return Thing(node or definition)
-
-
-def _among(value: Any) -> Sequence[Any]:
-    """Return the objects that an item of a value may be."""
-    return value if isinstance(value, list) else value.may_be if isinstance(value, Thing) else ()
-
-
-def _is_read(node: ast.AST) -> TypeGuard[ast.expr]:
-    return isinstance(node, ast.expr) and not isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))
-
-
-def _blocks(statement: ast.stmt, truth: bool | None) -> Iterator[tuple[list[ast.stmt], bool]]:
-    """Yield the blocks of a statement, each with whether it always runs; ``truth`` is that of its test, if known."""
-    always = truth is not None or isinstance(statement, (ast.With, ast.AsyncWith, ast.Try))
-    for name in ("body", "orelse", "finalbody"):
-        if truth is None or truth == (name == "body"):
-            yield getattr(statement, name, []), always
-    for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
-        yield part.body, False
+    def shown(self, code: ast.AST) -> str:
+        """Return code with its line, for messages."""
+        text = f"{ast.unparse(code)} (line {getattr(code, 'lineno', 1)})"
+        self.budget.add("characters", len(text))  # an expression may hold others that are shown, too
+        return text
