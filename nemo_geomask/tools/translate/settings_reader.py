@@ -6,6 +6,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def read_runs(path: Path, constructors: tuple[str, ...]) -> list[ProgramRun]:
                 runs = constructions(check_code(code_of_notebook(text, path), path), constructors, path)
             case _:
                 runs = program_runs(text, path.parent, path)
-        return [run.with_settings(flat(run.settings, path)) for run in runs]
+        return [replace(run, settings=flat(run.settings, path)) for run in runs]
     except ConfigError:
         raise
     except (RecursionError, MemoryError):  # Python's parser raises the second for code that is nested too deeply

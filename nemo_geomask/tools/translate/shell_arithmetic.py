@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable
+from fractions import Fraction
 
 _MAX_CHARACTERS = 1000
 _MAX_VALUE = 2**63
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: lambda a, b: math.trunc(Fraction(a, b)),  # a shell rounds toward 0
+    ast.Mod: lambda a, b: a - b * math.trunc(Fraction(a, b)),
+}
 
 
 def evaluate_arithmetic(expression: str) -> int | None:
@@ -21,37 +30,16 @@ def evaluate_arithmetic(expression: str) -> int | None:
         return None
 
 
-def _quotient(dividend: int, divisor: int) -> int:
-    """Return the quotient rounded toward 0, as a shell rounds it."""
-    magnitude = abs(dividend) // abs(divisor)
-    return magnitude if (dividend < 0) == (divisor < 0) else -magnitude
-
-
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: _quotient,
-    ast.Mod: lambda a, b: a - b * _quotient(a, b),
-}
-
-
 def _integer(node: ast.expr) -> int:
-    value: int | None = None
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        value = node.value
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        value = _power(_integer(node.left), _integer(node.right))
-    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        value = _OPERATORS[type(node.op)](_integer(node.left), _integer(node.right))
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = -_integer(node.operand)
-    if value is None or abs(value) >= _MAX_VALUE:
-        raise ValueError("not an arithmetic expression of integers of 64 bits")
-    return value
-
-
-def _power(base: int, exponent: int) -> int:
-    if exponent < 0 or (abs(base) > 1 and exponent > 63):
+    match node:
+        case ast.Constant(value=int(value)) if type(value) is int:
+            result = value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            result = -_integer(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            result = _OPERATORS[type(op)](_integer(left), _integer(right))
+        case _:
+            raise ValueError("not an arithmetic expression of integers")
+    if abs(result) >= _MAX_VALUE:
         raise ValueError("not an integer of 64 bits")
-    return int(base ** (exponent if abs(base) > 1 else min(exponent, 2 + exponent % 2)))
+    return result

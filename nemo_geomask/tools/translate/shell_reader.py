@@ -1,7 +1,7 @@
 """Reader of shell scripts: which programs a script runs, and the settings on their command lines.
 
 Nothing is executed. Variables, arrays, defaults (``${A:-1}``) and integer arithmetic are resolved as far as the script
-determines them. A variable whose value depends on a branch stays unresolved, as does one of the environment.
+determines them. A variable that a branch or a function sets stays unresolved, as does one of the environment.
 """
 
 from __future__ import annotations
@@ -16,21 +16,11 @@ from typing import Any
 from nemo_geomask.errors import InputLimitError
 from nemo_geomask.recipe.input_limits import read_text
 from nemo_geomask.tools.translate.setting_values import UNRESOLVED, ExpansionBudget, check_code
-from nemo_geomask.tools.translate.shell_blocks import (
-    KEYWORDS,
-    LOOPS,
-    end_of_block,
-    function_body,
-    function_name,
-    leading_keywords,
-    without_keyword,
-)
 from nemo_geomask.tools.translate.shell_variables import (
     ARITHMETIC_EFFECT,
     ASSIGNMENT,
     NAME,
     ShellVariables,
-    Variables,
     shown,
 )
 from nemo_geomask.tools.translate.shell_words import (
@@ -56,15 +46,15 @@ class ProgramRun:
     unread: tuple[str, ...] = ()
     is_from_docstring: bool = False  # True for a command in the docstring of a Python file
 
-    def with_settings(self, settings: dict[str, Any]) -> ProgramRun:
-        """Return the same run with other settings."""
-        return replace(self, settings=settings)
 
-
-_SETTERS = ("coproc", "getopts", "mapfile", "read", "readarray")
+_SETTERS = ("coproc", "eval", "getopts", "mapfile", "read", "readarray", "unset")
 """Builtins that set the variables that they name."""
-_BUILTINS = (".", "eval", "let", "printf", "return", "set", "source", "trap", "unset", "wait")
 _DECLARATIONS = ("export", "local", "declare", "readonly", "typeset")
+_LOOPS = ("for", "select", "while", "until")
+_CLOSING = {"fi": "if", "esac": "case", "done": "loop", "}": "{"}
+_KEYWORDS = {"if", "case", *_LOOPS, *_CLOSING, "{", "do", "then", "else", "elif", "!", "time"}
+_KEYWORDS |= {"exec", "nohup", "sudo", "command", "builtin", "function"}
+"""Words before a command."""
 
 
 def program_runs(text: str, folder: Path | None = None, source: object = "the script") -> list[ProgramRun]:
@@ -114,128 +104,105 @@ def _commands_of(docstring: str) -> str:
 
 
 class _Script(ShellVariables):
-    """Variables of a script and the runs of its programs, as far as the script has been read."""
+    """Variables of a script and the runs of its programs, as far as the script has been read.
+
+    A loop is read once, without the variables that it sets. A function is read where it is defined; what it sets is
+    unknown from there on, and a program that it runs is named, since it may get other values where it is called.
+
+    Attributes:
+        blocks: the kind of each block that is open: ``if``, ``case``, ``loop``, ``{``, ``(`` or ``function``.
+    """
 
     def __init__(self, folder: Path | None, budget: ExpansionBudget) -> None:
         super().__init__(budget)
         self.folder = folder
         self.open_files: list[Path] = []
-        self.functions: dict[str, tuple[list[ScriptCommand], bool]] = {}  # their bodies, and whether each is certain
-        self.uncalled: set[str] = set()
-        self.open_functions: dict[str, set[str]] = {}  # those that are followed, and their local variables
-        self.branch_depth = self.case_depth = 0
-        self.subshells: list[tuple[Variables, dict[str, str], int]] = []
+        self.functions: set[str] = set()
+        self.blocks: list[str] = []
         self.runs: list[ProgramRun] = []
         self._places = [] if folder is None else _places_to_source_from(folder.resolve())
 
     def add_unused(self) -> None:
-        """Add runs of functions that are not called and of unused arrays, which a script that sources this may use."""
-        for name in [name for name in self.functions if name in self.uncalled]:
-            self._call([ScriptWord(name)])
+        """Add runs of unused arrays, which a script that sources this may use."""
         for name, items in self.variables.items():
             if isinstance(items, list) and name not in self.used_arrays:
                 self._add_run(items)
 
     def run(self, text: str) -> None:
         """Follow the commands of a script."""
-        depth = self.branch_depth
-        self._run_commands(list(ScriptScanner(check_code(text, self.budget.source)).commands()))
-        self.branch_depth = depth
-
-    def _run_commands(self, commands: Sequence[ScriptCommand]) -> None:
-        end = 0
+        outer, self.blocks = self.blocks, [*self.blocks]
+        loops: list[set[str]] = []
+        commands = list(ScriptScanner(check_code(text, self.budget.source)).commands())
         for position, command in enumerate(commands):
-            if position < end:
-                continue
             self.line = command.line
             self.budget.add("words", 1 + len(command.words) + sum(map(len, command.arrays.values())))
-            block = next((word for word in leading_keywords(command) if word in (*LOOPS, "{")), "")
-            name = function_name(commands[position : position + 4])
-            if name and not any(
-                word == "{" for command in commands[position : position + 4] for word in command.words[:4]
-            ):
-                self.refuse([f"{name}()"])  # its body is no group
-                name = ""
-            elif name:
-                end = end_of_block(commands, position, ("{",), "}")
-                is_certain = not (self.branch_depth or command.is_conditional)
-                others = [] if is_certain or name not in self.functions else self.functions[name][0]
-                self.functions[name] = [*others, *function_body(commands[position:end])], is_certain
-                self.uncalled.add(name)
-            elif block:
-                end = end_of_block(commands, position, *((("{",), "}") if block == "{" else (LOOPS, "done")))
-                body = [without_keyword(command, block), *commands[position + 1 : end]]
-                depth = command.is_conditional or commands[end - 1].is_conditional
-                self.branch_depth += depth
-                self._run_commands(body) if block == "{" else self._repeat(body)
-                self.branch_depth = max(0, self.branch_depth - depth)
-            else:
-                self._follow(command)
-            last = commands[max(end - 1, position)]
-            if last.bracket == "(" and not name:
-                self.subshells.append((dict(self.variables), dict(self.unknown), self.case_depth))
-            elif (
-                command is last
-                and last.bracket == ")"
-                and [item[2] for item in self.subshells[-1:]] == [self.case_depth]
-            ):
-                self.variables, self.unknown, _ = self.subshells.pop()  # the others end a pattern of a case
+            words, is_definition = command.words, False
+            while words and words[0] in _KEYWORDS and not words[0].is_quoted:
+                keyword, words = words[0], words[1:]
+                if keyword in _LOOPS:
+                    loops.append(_names_set(commands[position : _end_of_loop(commands, position)]))
+                    self.forget(loops[-1], "in a loop")
+                    self.blocks.append("loop")
+                    words = words if words[:1] == ["let"] or keyword in ("while", "until") else []
+                elif keyword == "case":
+                    self.blocks.append(keyword)
+                    words = []
+                elif keyword in ("if", "{"):
+                    self.blocks.append(keyword)
+                elif keyword in _CLOSING:
+                    self._close(_CLOSING[keyword])
+                    if keyword == "done" and loops:
+                        self.forget(loops.pop(), "in a loop")
+                elif keyword == "function" and words:
+                    self._define(words[0], commands[position : position + 4])
+                    words, is_definition = words[1:], True
+            following = commands[position + 1 : position + 2]
+            if len(words) == 1 and command.bracket == "(" and [(x.words, x.bracket) for x in following] == [([], ")")]:
+                self._define(words[0], commands[position : position + 4])
+                words, is_definition = [], True
+            self.is_in_function = "function" in self.blocks
+            self.is_conditional = command.is_conditional or any(block != "loop" for block in self.blocks)
+            self._follow(command, words)
+            if command.bracket == "(" and not is_definition:
+                self.blocks.append("(")
+            elif command.bracket == ")" and self.blocks[-1:] == ["("]:
+                self.blocks.pop()  # other brackets end a pattern of a case
+        self.blocks = outer
 
-    def _repeat(self, body: Sequence[ScriptCommand]) -> None:
-        """Follow a loop until no further pass changes a variable; what it changes is unknown in it and afterwards."""
-        forgotten: set[str] = set()
-        while True:
-            before, runs, variables, unknown = self.state(), len(self.runs), {**self.variables}, {**self.unknown}
-            self._run_commands(body)
-            after = self.state()
-            changed = {name for name in before | after if before.get(name, ()) != after.get(name, ())} - forgotten
-            forgotten |= changed
-            self.variables, self.unknown = variables, unknown
-            self.forget(forgotten, "in a loop")
-            if not changed:
-                return
-            del self.runs[runs:]
+    def _define(self, name: str, commands: Sequence[ScriptCommand]) -> None:
+        """Begin the body of a function, which ends where its brace closes."""
+        self.functions.add(name)
+        self.blocks.append("function")
+        if not any("{" in command.words for command in commands):
+            self.refuse([f"{name}()"])
 
-    def _follow(self, command: ScriptCommand) -> None:
-        words = command.words
-        for word in leading_keywords(command):
-            words = words[1:] if word != "case" else []
-            self.branch_depth = max(0, self.branch_depth + KEYWORDS[word])
-            self.case_depth += {"case": 1, "esac": -1}.get(word, 0)
-        self.is_conditional = bool(self.branch_depth) or command.is_conditional
+    def _close(self, block: str) -> None:
+        if block in self.blocks:
+            del self.blocks[len(self.blocks) - 1 - self.blocks[::-1].index(block) :]
+        if block == "{" and self.blocks[-1:] == ["function"]:
+            self.blocks.pop()
+
+    def _follow(self, command: ScriptCommand, words: list[ScriptWord]) -> None:
+        """Follow a command without its keywords."""
         for name, items in command.arrays.items():
             self.assign_array(name, items)
         if words and words[0] in _DECLARATIONS:
-            self._declare(words, {name.rstrip("+=") for name in command.arrays})
+            for word in words[1:]:
+                if ASSIGNMENT.fullmatch(word):
+                    self.assign(word)
+            options = {option for word in words[1:] if word.startswith("-") for option in word}
+            if any(UNRESOLVED in word.partition("=")[0] for word in words) or options & set("ilnu"):
+                self.refuse(words)  # it assigns to another name, or other values
             return
-        assigned = list(itertools.takewhile(bool, map(ASSIGNMENT.fullmatch, words)))
+        assigned = list(itertools.takewhile(ASSIGNMENT.fullmatch, words))
         words = words[len(assigned) :]
-        for match in assigned:
-            if not words and match is not None:
-                self.assign(match[0])
-            elif match is not None and words[0] in (*self.functions, "eval", "source", "."):
-                self.forget([match[1]], "for one command")
+        for word in assigned:
+            if not words:
+                self.assign(word)
+            elif words[0] in ("source", "."):
+                self.forget(NAME.findall(word)[:1], "for one command")
         if words:  # assignments before a command are that command's alone
             self._run_command(words)
-
-    def _declare(self, words: list[ScriptWord], names: set[str]) -> None:
-        """Follow ``local``, ``export`` and others; ``names`` are those of the arrays that it makes."""
-        options = {option for word in words[1:] if word.startswith("-") for option in word}
-        is_local = bool(self.open_functions) and words[0] not in ("export", "readonly")
-        for word in words[1:]:
-            if match := ASSIGNMENT.fullmatch(word):
-                self.assign(word)
-                names.add(match[1])
-            elif NAME.fullmatch(word) and is_local:
-                self.forget([word], "by no value")
-                names.add(word)
-        is_other = any(UNRESOLVED in word.partition("=")[0] for word in words)
-        if is_other or options & set("gilnu"):  # it assigns to another name, or other values
-            self.refuse(words)
-        if words[0] == "readonly" or "r" in options:
-            self.locked |= names
-        if is_local:
-            self.open_functions[next(reversed(self.open_functions))].update(names)
 
     def _run_command(self, words: list[ScriptWord]) -> None:
         """Follow a command after its assignments: a builtin, a function of the script, or a program."""
@@ -245,58 +212,20 @@ class _Script(ShellVariables):
             self._source(raw[1]) if len(raw) > 1 else self.refuse(raw)
         elif head == "set" and ("--" in words or (words[1:2] and words[1][:1] not in ("-", "+"))):
             self.has_own_arguments = False
-        elif head == "unset":
-            for word in words[1:]:
-                self.variables.pop(word, None)
-                self.unknown.pop(word, None)
-                if self.is_conditional or not NAME.fullmatch(word):
-                    self.forget(NAME.findall(word), "or not by 'unset'")
         elif head == "let":
             if any(map(ARITHMETIC_EFFECT.search, words)):
                 self.forget(NAME.findall(" ".join(words)), "by arithmetic")
-        elif head == "return":
-            self.branch_depth += 1  # what follows in the function may not run
-        elif head == "eval":
-            text = shown(" ".join(words[1:]))
-            if re.search(r"(?:^|[;&|\n])\s*[$`]", text):
-                self.refuse(raw)
-            depth, self.branch_depth = self.branch_depth, self.branch_depth + self.is_conditional
-            self.run(text)
-            self.branch_depth = depth
-        elif head == "trap":
-            if not {*words[2:]} <= {"EXIT", "INT", "TERM", "HUP", "SIGINT", "SIGTERM", "SIGHUP", "0"}:
-                self.refuse(raw)
         elif head in _SETTERS or (head in ("printf", "wait") and {"-v", "-p"} & {*words}):
-            options = [position for position, word in enumerate(raw) if word in ("-v", "-p") and head != "read"]
-            named = raw[options[0] + 1 :][:1] if options else raw[1:]
-            self.forget([name for word in named for name in NAME.findall(word)], f"by '{head}'")
-            if any(UNRESOLVED in word for word in named):
+            self.forget(NAME.findall(" ".join(raw[1:])), f"by '{head}'")
+            if head == "eval" or (head != "unset" and any(UNRESOLVED in word for word in raw[1:3])):
                 self.refuse(raw)
         elif words:
-            if words[0] in self.functions:
-                if program_and_arguments(words)[0]:
-                    self.refuse(raw)
-                self._call(words)
-            self._add_run(words)
-            is_builtin = words[0] in (*_SETTERS, *_DECLARATIONS, *_BUILTINS, *self.functions)
-            if UNRESOLVED in head and "]]" not in words and (is_builtin or not program_and_arguments(words)[0]):
+            program = program_and_arguments(words)[0]
+            is_unknown = UNRESOLVED in head and "]]" not in words and not program
+            if is_unknown or (program and (self.is_in_function or words[0] in self.functions)):
                 self.refuse(raw)
-
-    def _call(self, words: Sequence[ScriptWord]) -> None:
-        """Follow the body of a function, with unknown arguments; its local variables are unknown afterwards."""
-        name = words[0]
-        self.uncalled.discard(name)
-        if name in self.open_functions:
-            self.refuse(words)
-            return
-        body, is_certain = self.functions[name]
-        outer = self.has_own_arguments, self.branch_depth, self.line
-        self.has_own_arguments &= words[1:] == ["$@"]
-        self.branch_depth += self.is_conditional or not is_certain
-        self.open_functions[name] = set()
-        self._run_commands(body)
-        self.forget(self.open_functions.pop(name), f"in {name}")
-        self.has_own_arguments, self.branch_depth, self.line = outer
+            if program or not self.is_in_function:
+                self._add_run(words)
 
     def _source(self, word: str) -> None:
         """Read a file that the script sources, if it lies where the script says, relative to the script's folder.
@@ -328,6 +257,29 @@ class _Script(ShellVariables):
             return
         settings = {key: self.explained(value) for key, value in settings.items()}
         self.runs.append(ProgramRun(program, settings, (*self.unread, *map(self.explained, unread))))
+
+
+def _end_of_loop(commands: Sequence[ScriptCommand], start: int) -> int:
+    """Return the position of the command that closes the loop that a command begins."""
+    depth = 0
+    for position in range(start, len(commands)):
+        keywords = list(itertools.takewhile(_KEYWORDS.__contains__, commands[position].words))
+        depth += sum(word in _LOOPS for word in keywords) - ("done" in keywords)
+        if depth == 0:
+            return position
+    return len(commands)
+
+
+def _names_set(commands: Sequence[ScriptCommand]) -> set[str]:
+    """Return the variables that commands may set."""
+    names = {name.rstrip("+=") for command in commands for name in command.arrays}
+    for command in commands:
+        words = list(itertools.dropwhile((_KEYWORDS - {*_LOOPS}).__contains__, command.words))
+        names |= {match[1] for word in words if (match := ASSIGNMENT.fullmatch(word))}
+        names |= {*re.findall(r"\$\{(\w+):?=", " ".join(words))}
+        if words and words[0] in (*_LOOPS, *_SETTERS, "let", "printf", "wait"):
+            names |= {*NAME.findall(" ".join(words))}
+    return names
 
 
 def _places_to_source_from(folder: Path) -> list[Path]:

@@ -41,10 +41,11 @@ class ShellVariables:
 
     Attributes:
         unknown: what hides the value of each variable that is not known.
-        locked: variables that later assignments do not make known.
+        locked: variables that a function sets; later assignments do not make them known.
         unread: commands that may set any variable.
         line: line of the present command.
         is_conditional: True if the present command may not run.
+        is_in_function: True in the body of a function.
         has_own_arguments: True while the positional parameters are the arguments of the script.
     """
 
@@ -56,26 +57,27 @@ class ShellVariables:
         self.used_arrays: set[str] = set()
         self.unread: list[str] = []
         self.line = 1
-        self.is_conditional = False
+        self.is_conditional = self.is_in_function = False
         self.has_own_arguments = True
-
-    def state(self) -> dict[str, str | list[ScriptWord] | None]:
-        """Return the values of the variables, None for an unknown one."""
-        return {**self.variables, **dict.fromkeys(self.unknown)}
 
     def forget(self, names: Iterable[str], reason: str) -> None:
         """Mark variables as unknown from here on."""
         for name in names:
+            self._note_in_function(name)
             self.variables.pop(name, None)
             self.unknown[name] = f"set {reason}, line {self.line}"
 
     def set(self, name: str, value: str | list[ScriptWord]) -> None:
-        """Set a variable, unless something that is not followed may change it."""
+        """Set a variable, unless a function may change it."""
         if name in self.locked:
-            self.forget([name], "where that is not followed")
+            self.forget([name], "by a function")
         else:
             self.variables[name] = value
             self.unknown.pop(name, None)
+
+    def _note_in_function(self, name: str) -> None:
+        if self.is_in_function:
+            self.locked.add(name)
 
     def refuse(self, words: Sequence[str]) -> None:
         """Note a command that may set any variable."""
@@ -92,6 +94,7 @@ class ShellVariables:
         match = ASSIGNMENT.fullmatch(word)
         assert match is not None
         name, index, append, value = match.groups()
+        self._note_in_function(name)
         value, before = _frozen(self.substitute(value)), self.variables.get(name)
         if index is not None:
             self.forget([name], "by its items")
@@ -114,6 +117,7 @@ class ShellVariables:
     def assign_array(self, name: str, items: list[ScriptWord]) -> None:
         """Follow ``NAME=(…)`` or ``NAME+=(…)``."""
         is_append, name = name.endswith("+="), name.rstrip("+=")
+        self._note_in_function(name)
         before = self.variables.get(name, [])
         if self.is_conditional and isinstance(before, list):
             self.budget.add("characters", sum(map(len, before)) + sum(map(len, items)))

@@ -64,7 +64,7 @@ class ScriptScanner:
                     command = ScriptCommand(line=line)
                 else:
                     command.words.append(token)
-            elif token.startswith("<<"):
+            elif token.startswith("<<") and token != "<<<":
                 heredocs.append(token[2:])
             elif token == "=(":
                 words = list(itertools.takewhile(lambda item: item != ")", self._tokens(in_array=True)))
@@ -98,12 +98,8 @@ class ScriptScanner:
                 yield ScriptWord("let")
                 yield ScriptWord(arithmetic[1])
             elif heredoc := re.compile(r"<<-?\s*[\"']?(\w+)[\"']?").match(text, self.at):
-                if not text.startswith("<<<", self.at):
-                    self.at = heredoc.end()
-                    yield "<<" + heredoc[1]
-                else:
-                    self.at += 3
-                    yield "<"
+                self.at = heredoc.end()
+                yield "<<" + heredoc[1]
             elif match := re.compile(r"\d?>>?&?\d?|<<?<?|&>>?|&&|\|\||;;|[;&|()\n]").match(text, self.at):
                 self.at = match.end()
                 if re.fullmatch(r"\d?>&\d", match[0]):

