@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_geomask.config import nearest
 from nemo_geomask.errors import ConfigError, DataError, MissingDependencyError, ShapeError
 from nemo_geomask.parallel import vocab_parallel_logprobs
 
@@ -38,18 +37,9 @@ def logprob_backend(name: str) -> LogProbs:
         of the logits.
 
     Raises:
-        ConfigError: the name is unknown.
         MissingDependencyError: the library can't be imported.
     """
-    if name not in LOGPROB_BACKENDS:
-        guess = nearest(name, LOGPROB_BACKENDS)
-        hint = f"; did you mean '{guess}'?" if guess else "."
-        raise ConfigError(f"log-prob backend '{name}' is unknown{hint} Known: {', '.join(LOGPROB_BACKENDS)}")
     return LOGPROB_BACKENDS[name]()
-
-
-def _geomask() -> LogProbs:
-    return vocab_parallel_logprobs
 
 
 def _mcore() -> LogProbs:
@@ -82,7 +72,11 @@ def _te() -> LogProbs:
     return _as_logprobs(loss)
 
 
-LOGPROB_BACKENDS: dict[str, Callable[[], LogProbs]] = {"geomask": _geomask, "mcore": _mcore, "te": _te}
+LOGPROB_BACKENDS: dict[str, Callable[[], LogProbs]] = {
+    "geomask": lambda: vocab_parallel_logprobs,
+    "mcore": _mcore,
+    "te": _te,
+}
 
 
 def _as_logprobs(loss: Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]) -> LogProbs:

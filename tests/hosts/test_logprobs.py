@@ -60,11 +60,6 @@ def test_backends_equal_loops(name, world):
     np.testing.assert_allclose(np.concatenate([part[1] for part in parts], axis=1), grad, rtol=2e-5, atol=2e-5)
 
 
-def test_unknown_backend_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"'mcor' is unknown; did you mean 'mcore'\? Known: geomask, mcore, te"):
-        logprob_backend("mcor")
-
-
 def test_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel.cross_entropy", None)
     with pytest.raises(MissingDependencyError, match="backend 'mcore' needs megatron.core"):

@@ -78,29 +78,13 @@ class LogitLoss:
         return LogitLoss(self.loss.for_prepared_batches(*changes))
 
     @property
-    def loss_type(self) -> Any:
-        """``LossType``: which global count divides the loss."""
-        return self.loss.loss_type
-
-    @property
     def input_type(self) -> Any:
         """``LossInputType.LOGIT``."""
         return protocol.resolve(protocol.LossInputType.LOGIT)
 
-    @property
-    def metric_normalizations(self) -> dict[str, Any]:
-        """``MetricNormalizer`` of every metric that a call returns."""
-        return self.loss.metric_normalizations
-
-    @property
-    def reference_policy_kl_penalty(self) -> float:
-        """β; 0 if no reference log-probs are needed."""
-        return self.loss.reference_policy_kl_penalty
-
-    @property
-    def use_fused_linear_logprobs(self) -> bool:
-        """Always False, because this loss takes logits."""
-        return False
+    def __getattr__(self, name: str) -> Any:
+        """Return what else NeMo-RL reads of a loss."""
+        return getattr(self.loss, name)
 
     def __call__(
         self,

@@ -13,13 +13,14 @@ also run in workers that have no nemo_geomask and need none, and fail there.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +128,21 @@ def prepare_workers(policy: Any, loss: Loss, *, has_packed_rows: bool) -> None:
 
 def _call_workers(policy: Any, function: Any, *arguments: Any) -> list[Any]:
     """Call a function with each worker of a policy, in the worker's process; return the results."""
-    ray = importlib.import_module("ray")
-    # The probe is sent as code, because a worker's environment may lack this package.
-    ray.cloudpickle.register_pickle_by_value(environment_probe)
-    try:
+    with _probe_as_code() as ray:
         calls = [worker.__ray_call__.remote(function, *arguments) for worker in policy.worker_group.workers]
-    finally:
-        ray.cloudpickle.unregister_pickle_by_value(environment_probe)
     results: list[Any] = ray.get(calls)
     return results
+
+
+@contextlib.contextmanager
+def _probe_as_code() -> Iterator[Any]:
+    """Send the probe as code while the context lasts, because an environment may lack this package; yields ``ray``."""
+    ray = importlib.import_module("ray")
+    ray.cloudpickle.register_pickle_by_value(environment_probe)
+    try:
+        yield ray
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(environment_probe)
 
 
 def _prepare_actor(actor: Any, backend: str, has_packed_rows: bool) -> str:
@@ -190,18 +197,13 @@ def on_every_node(runtime_env: Mapping[str, Any], payload: bytes | None = None) 
     Returns:
         A report for each node; nodes that do not answer in time are left out and logged.
     """
-    ray = importlib.import_module("ray")
     scheduling = importlib.import_module("ray.util.scheduling_strategies")
-    # The function is sent as code, because the environment may lack this package.
-    ray.cloudpickle.register_pickle_by_value(environment_probe)
-    try:
+    with _probe_as_code() as ray:
         task = ray.remote(num_cpus=0, max_retries=0, runtime_env=dict(runtime_env))(environment_probe.probe)
         # Like NeMo-RL, which builds no environment on a head node without CPUs.
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
         strategies = [scheduling.NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
         tasks = [task.options(scheduling_strategy=strategy).remote(payload) for strategy in strategies]
-    finally:
-        ray.cloudpickle.unregister_pickle_by_value(environment_probe)
     done, late = ray.wait(tasks, num_returns=len(tasks), timeout=_PROBE_TIMEOUT)
     if late:
         _log.warning(
