@@ -72,7 +72,7 @@ class StrictModel(BaseModel):
             is_number = isinstance(data, int | float) and not isinstance(data, bool)
             hint = f"write {{{required[0]}: {data}}}" if len(required) == 1 and is_number else ""
             raise PydanticCustomError("mapping", "must be a mapping", {"hint": hint})
-        settings = _to_builtins(data)
+        settings = to_builtins(data)
         known_keys = {key: value for key, value in settings.items() if key in cls.model_fields}
         unknown_keys = {str(key): value for key, value in settings.items() if key not in known_keys}
         guesses = {key: nearest(key, cls.model_fields) for key in unknown_keys}
@@ -143,14 +143,14 @@ def _number_hint(value: bool | str) -> str:
     return f"YAML 1.1 reads {value} as text, write {number}"
 
 
-def _to_builtins(value: Any) -> Any:
+def to_builtins(value: Any) -> Any:
     """Return OmegaConf's containers, and any other mapping or sequence, as dicts, lists and tuples."""
     if isinstance(value, Mapping):
-        return {key: _to_builtins(item) for key, item in value.items()}
+        return {key: to_builtins(item) for key, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(map(_to_builtins, value))
+        return tuple(map(to_builtins, value))
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_to_builtins(item) for item in value]
+        return [to_builtins(item) for item in value]
     return value
 
 

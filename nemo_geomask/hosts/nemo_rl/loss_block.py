@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import BaseModel
 
 from nemo_geomask.config import LossConfig
 from nemo_geomask.config.fields import PULL_REQUEST_KEYS
+from nemo_geomask.config.strict import to_builtins
 from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.hosts.nemo_rl.facts import FIELDS_READ_BY_TRAINERS, NeutralValues
 from nemo_geomask.yaml_text import as_yaml, inline_yaml
@@ -29,16 +30,7 @@ def plain_settings(config: Any) -> dict[str, Any]:
     if not isinstance(config, Mapping):
         message = f"must be a mapping or a pydantic model, but it is a {type(config).__name__}"
         raise ConfigError(Problem(("loss_fn",), message))
-    return {str(key): _to_plain(value) for key, value in config.items()}
-
-
-def _to_plain(value: Any) -> Any:
-    # OmegaConf's containers are a Mapping and a Sequence, but neither a dict nor a list.
-    if isinstance(value, Mapping):
-        return {str(key): _to_plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_to_plain(item) for item in value]
-    return value
+    return {str(key): to_builtins(value) for key, value in config.items()}
 
 
 def selects_loss(settings: Mapping[str, Any], nemo_rl_fields: Collection[str]) -> bool:
