@@ -649,15 +649,6 @@ def test_missing_tensor_is_named(key):
         batches.evaluate(reads(key), replace(batch, data=data))
 
 
-@pytest.mark.parametrize("wrong", [None, torch.ones(2)])
-@pytest.mark.parametrize("name", ["global_valid_seqs", "global_valid_toks"])
-def test_count_that_is_no_number_is_named(name, wrong):
-    batch = batches.rollouts(1)
-    counts = {"global_valid_seqs": batch.seqs, "global_valid_toks": batch.toks, name: wrong}
-    with pytest.raises(DataError, match=f"{name} must be one number"):
-        build_loss({})(batch.curr, batch.data, **counts)
-
-
 @pytest.mark.parametrize("key", [*batches.TOKEN_KEYS, "sample_mask", "rewards", "curr_logprobs_unfiltered"])
 @pytest.mark.parametrize("wrong", ["narrow", "column", "list"])
 def test_tensor_of_another_shape_is_named(key, wrong):

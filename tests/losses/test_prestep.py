@@ -39,6 +39,7 @@ def settings(**config):
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_veto_compares_the_mean_over_tokens(estimator):
     batch = rollouts(seed=1, offsets=(-0.3, -0.4, -0.1, -0.3, -0.05, -0.02))
+    batch = batch.with_data(sample_mask=torch.tensor([0.5, 1.0, 0.25, 1.0, 0.75, 1.0, 0.5, 0.0]))
     kl = mismatch_kl(batch.data, estimator)
     assert kl > 0.01
     for bound, train in ((kl * 1.001, True), (kl * 0.999, False)):

@@ -58,6 +58,21 @@ def require(module: str) -> None:
         pytest.skip(reason)
 
 
+def report(script: str, *arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> dict:
+    """What a script of ``host`` prints behind ``report:``, in such a process."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / script), *arguments],
+        env=env or environment(),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("report:"))
+    return json.loads(line.removeprefix("report:"))
+
+
 def lines(path: Path) -> list[dict]:
     """A file of one JSON object a line."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

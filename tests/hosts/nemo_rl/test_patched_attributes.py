@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 from tests.helpers.nemo_rl import hosts
@@ -25,16 +21,7 @@ MOST = {
 @pytest.fixture(scope="module")
 def report():
     hosts.require("nemo_rl.algorithms.grpo")
-    done = subprocess.run(
-        [sys.executable, str(hosts.HERE / "patched_attributes.py")],
-        env=hosts.environment(),
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("report:"))
-    return json.loads(line.removeprefix("report:"))
+    return hosts.report("patched_attributes.py")
 
 
 @pytest.mark.parametrize("case", MOST)

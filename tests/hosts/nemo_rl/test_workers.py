@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -52,17 +51,7 @@ def without_nemo_geomask() -> dict[str, str]:
 def report(other, tmp_path_factory):
     hosts.require("nemo_rl.distributed.worker_groups")
     folder = tmp_path_factory.mktemp("cwd")
-    done = subprocess.run(
-        [sys.executable, str(hosts.HERE / "workers.py"), other, str(FOLDER)],
-        env=without_nemo_geomask(),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("report:"))
-    return json.loads(line.removeprefix("report:"))
+    return hosts.report("workers.py", other, str(FOLDER), env=without_nemo_geomask(), cwd=folder)
 
 
 def test_a_worker_in_the_drivers_environment_computes_the_loss(report):

@@ -309,23 +309,18 @@ def test_metrics_of_a_validation_are_not_judged():
     assert judge_logged({"validation/gen_kl_error": dict.fromkeys(range(9), 0.5)}) is None
 
 
-def test_a_file_without_a_known_metric_names_the_expected_ones(tmp_path, capsys):
-    folder = write_metrics(tmp_path / "run", ({"step": step, "loss": 0.1, "reward": 0.2} for step in range(9)))
+@pytest.mark.parametrize(
+    ("metrics", "named"),
+    [({"loss": 0.1, "reward": 0.2}, "loss, reward"), ({"token_mult_prob_error": "1.2"}, "no number")],
+)
+def test_a_file_without_a_known_metric_names_the_expected_ones(tmp_path, capsys, metrics, named):
+    folder = write_metrics(tmp_path / "run", ({"step": step, **metrics} for step in range(9)))
     assert main(["diagnose", str(folder)]) == 2
     error = capsys.readouterr().err
-    assert (
-        "its logged metrics (loss, reward) hold none that tells the mismatch; expected one of NeMo-RL: token_mult"
-        in error
-    )
+    expected = f"its logged metrics ({named}) hold none that tells the mismatch; expected one of NeMo-RL: token_mult"
+    assert expected in error
     for name in ("gen_kl_error", "rollout_corr/k3_kl", "sampling/sampling_logp_difference/mean", "mismatch_kl/mean"):
         assert name in error
-
-
-def test_values_that_are_text_name_the_expected_metrics(tmp_path, capsys):
-    folder = write_metrics(tmp_path / "run", ({"step": step, "token_mult_prob_error": "1.2"} for step in range(9)))
-    assert main(["diagnose", str(folder)]) == 2
-    error = capsys.readouterr().err
-    assert "its logged metrics (no number) hold none that tells the mismatch; expected one of NeMo-RL" in error
 
 
 def test_a_long_run_of_many_metrics_is_read(tmp_path):
