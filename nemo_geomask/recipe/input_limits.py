@@ -8,6 +8,7 @@ them. The defaults are seven times what NeMo-RL's own recipes need, or more.
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 import stat
@@ -57,7 +58,6 @@ _in_effect: list[InputLimits] = [InputLimits()]
 # Digits of a number in YAML: 0xff, 1_000, and base 60 as in 1:30.
 _NUMBER = re.compile(r"[-+]?(?:0[xob][0-9a-fA-F_]+|[0-9_:]+(?:\.[0-9_]*)?)")
 _FILE_TYPES = (
-    (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISCHR, "a character device"),
     (stat.S_ISBLK, "a block device"),
@@ -97,28 +97,26 @@ def parse_limits(words: Sequence[str]) -> InputLimits:
     return replace(current_limits(), **values)
 
 
-def limit_error(name: str, source: object, limits: InputLimits, amount: int | None = None) -> InputLimitError:
-    """Return the error of an exceeded limit.
+def check_limit(name: str, amount: int, source: object) -> None:
+    """Raise InputLimitError if an amount, as far as it has been counted, exceeds a limit.
 
     Args:
         name: field of :class:`InputLimits`.
-        source: the file, and the key if it is known.
-        limits: limits in effect.
-        amount: the value that exceeds the limit, if it is known.
+        amount: the amount.
+        source: the file, and the key if it is known, for the error.
     """
-    excess = _EXCESS[name].format(f"{getattr(limits, name):,}")
-    in_file = "" if amount is None else f" ({amount:,} here)"
+    if amount > getattr(current_limits(), name):
+        raise limit_error(name, source, amount)
+
+
+def limit_error(name: str, source: object, amount: int | None = None, excess: str | None = None) -> InputLimitError:
+    """Return the error of an exceeded limit; ``excess`` are its words if they are not those of the field."""
+    words = (excess or _EXCESS[name]).format(f"{getattr(current_limits(), name):,}")
+    in_file = "" if amount is None else f" ({amount:,} or more here)"
     return InputLimitError(
-        f"{source}: {excess}{in_file}, which is over the limit {name}; if the file is right, raise it with "
+        f"{source}: {words}{in_file}, which is over the limit {name}; if the file is right, raise it with "
         f"--limit {name}=NUMBER"
     )
-
-
-def irregular_file_type(mode: int) -> str | None:
-    """Return what a file of a mode is, such as ``a FIFO``; None for a regular file."""
-    if stat.S_ISREG(mode):
-        return None
-    return next((name for is_type, name in _FILE_TYPES if is_type(mode)), "no regular file")
 
 
 def open_regular_file(path: str | Path) -> BinaryIO:
@@ -129,27 +127,26 @@ def open_regular_file(path: str | Path) -> BinaryIO:
         OSError: as of ``open``; a folder is an ``IsADirectoryError``.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    file_type = irregular_file_type(os.fstat(descriptor).st_mode)
-    if file_type not in (None, "a folder"):
+    mode = os.fstat(descriptor).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         os.close(descriptor)
+        file_type = next((name for is_type, name in _FILE_TYPES if is_type(mode)), "no file")
         raise InputLimitError(f"{path}: is {file_type}, not a regular file; write its content to a file first")
     return open(descriptor, "rb")  # raises for a folder, and closes the descriptor
 
 
-def read_text(path: str | Path, limits: InputLimits | None = None) -> str:
+def read_text(path: str | Path) -> str:
     """Return the text of a regular file in UTF-8, with ``\\n`` as the end of each line.
 
     Raises:
         InputLimitError: it is no regular file, or larger than ``file_bytes``.
         OSError, UnicodeDecodeError: as of ``Path.read_text``. A name that no file can have is a ``FileNotFoundError``.
     """
-    limits = limits or current_limits()
     if "\0" in str(path):
         raise FileNotFoundError(2, "a name can't hold a null character", str(path))
     with open_regular_file(path) as file:
-        content = file.read(limits.file_bytes + 1)
-        if len(content) > limits.file_bytes:
-            raise limit_error("file_bytes", path, limits, max(os.fstat(file.fileno()).st_size, len(content)))
+        content = file.read(current_limits().file_bytes + 1)
+        check_limit("file_bytes", len(content), path)
     return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -177,20 +174,18 @@ def parse_python(text: str, mode: Literal["exec", "eval"] = "exec") -> Any:
         raise SyntaxError(str(error) or type(error).__name__) from None
 
 
-def check_yaml(text: str, source: object, limits: InputLimits | None = None, *, nodes: int = 0) -> int:
+def check_yaml(text: str, source: object, *, nodes: int = 0) -> int:
     """Hold YAML text to the limits, its aliases expanded, without building its values.
 
     Args:
         text: YAML of one or several documents.
         source: name of the file, for the error.
-        limits: those in effect if None.
         nodes: number of nodes of other files, which count, too.
 
     Returns: ``nodes`` with those of this text.
     Raises: InputLimitError: a limit is exceeded. yaml.YAMLError: the text is not valid YAML.
     """
     yaml = require("yaml", "reading YAML needs", "recipes")
-    limits = limits or current_limits()
     open_anchors: list[tuple[str | None, int]] = []  # anchor of each open collection, nodes before it
     sizes: dict[str, int] = {}  # nodes below each anchor
     try:
@@ -198,13 +193,12 @@ def check_yaml(text: str, source: object, limits: InputLimits | None = None, *, 
             match event:
                 case yaml.AliasEvent():
                     if any(anchor == event.anchor for anchor, _ in open_anchors):  # it contains itself
-                        raise limit_error("nesting", _line(source, event), limits)
+                        raise limit_error("nesting", _line(source, event))
                     nodes += sizes.get(event.anchor, 1)  # the loader refuses an unknown one
                 case yaml.CollectionStartEvent():
                     open_anchors.append((event.anchor, nodes))
                     nodes += 1
-                    if len(open_anchors) > limits.nesting:
-                        raise limit_error("nesting", _line(source, event), limits)
+                    check_limit("nesting", len(open_anchors), _line(source, event))
                 case yaml.CollectionEndEvent():
                     anchor, nodes_before = open_anchors.pop()
                     if anchor is not None:
@@ -213,15 +207,14 @@ def check_yaml(text: str, source: object, limits: InputLimits | None = None, *, 
                     nodes += 1
                     if event.anchor is not None:
                         sizes[event.anchor] = 1
-                    _check_scalar(event, _line(source, event), limits)
-            if nodes > limits.nodes:
-                raise limit_error("nodes", _line(source, event), limits)
+                    _check_scalar(event, _line(source, event))
+            check_limit("nodes", nodes, _line(source, event))
     except yaml.YAMLError as error:
         if "maximum nesting depth" in str(error):  # libyaml's own limit, 1000
-            raise limit_error("nesting", source, limits) from None
+            raise limit_error("nesting", source) from None
         raise
     except RecursionError:  # PyYAML without libyaml
-        raise limit_error("nesting", source, limits) from None
+        raise limit_error("nesting", source) from None
     return nodes
 
 
@@ -229,15 +222,13 @@ def _line(source: object, event: Any) -> str:
     return f"{source}:{event.start_mark.line + 1}"
 
 
-def _check_scalar(event: Any, source: str, limits: InputLimits) -> None:
-    length = len(event.value)
-    if length > limits.string_characters:
-        raise limit_error("string_characters", source, limits, length)
-    if length > limits.number_digits and (not event.style or event.tag) and _NUMBER.fullmatch(event.value):
-        raise limit_error("number_digits", source, limits, length)
+def _check_scalar(event: Any, source: str) -> None:
+    check_limit("string_characters", len(event.value), source)
+    if (not event.style or event.tag) and _NUMBER.fullmatch(event.value):
+        check_limit("number_digits", len(event.value), source)
 
 
-def load_yaml(text: str, source: object, limits: InputLimits | None = None) -> Any:
+def load_yaml(text: str, source: object) -> Any:
     """Return the values of YAML text of one document, by PyYAML's safe loader.
 
     Raises: InputLimitError: a limit is exceeded. ConfigError: it is not valid YAML. Both name ``source``.
@@ -246,73 +237,60 @@ def load_yaml(text: str, source: object, limits: InputLimits | None = None) -> A
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
     def parse(content: str) -> Any:
-        check_yaml(content, source, limits)  # before values are built, since aliases expand
+        check_yaml(content, source)  # before values are built, since aliases expand
         return yaml.load(content, Loader=loader)
 
-    return parse_text(parse, text, source, limits, format_name="YAML")
+    return parse_text(parse, text, source, format_name="YAML")
 
 
-def parse_text(
-    parse: Callable[[str], Any], text: str, source: object, limits: InputLimits | None = None, *, format_name: str
-) -> Any:
+def parse_text(parse: Callable[[str], Any], text: str, source: object, *, format_name: str) -> Any:
     """Return ``parse(text)``, held to the limits of nesting, values, strings and numbers.
 
     Args:
         parse: a parser of text that builds plain mappings, lists and values, such as ``tomllib.loads``.
         text: the text.
         source: name of the file, for errors.
-        limits: those in effect if None.
         format_name: name of the format, for errors.
 
     Raises: InputLimitError: a limit is exceeded. ConfigError: the parser refuses the text, by any exception.
     """
-    limits = limits or current_limits()
     try:
         value = parse(text)
     except InputLimitError:
         raise
     except RecursionError:
-        raise limit_error("nesting", source, limits) from None
+        raise limit_error("nesting", source) from None
     except MemoryError:
         raise InputLimitError(f"{source}: the memory does not suffice to read it as {format_name}") from None
     except Exception as error:  # parsers let errors of int(), datetime and dict through
         if "integer string conversion" in str(error):  # Python's own limit, 4300 digits
-            raise limit_error("number_digits", source, limits) from None
+            raise limit_error("number_digits", source) from None
         raise ConfigError(f"{source}: not valid {format_name}: {' '.join(str(error).split())}") from None
-    check_values(value, source, limits)
+    check_values(value, source)
     return value
 
 
-def check_values(value: Any, source: object, limits: InputLimits | None = None) -> None:
+def check_values(value: Any, source: object) -> None:
     """Raise InputLimitError if plain mappings, lists and values exceed a limit; shared ones count at each place.
 
     Args:
         value: mappings, lists, tuples and values.
         source: name of the file, for the error.
-        limits: those in effect if None.
     """
-    limits = limits or current_limits()
     nodes = 0
-    pending: list[tuple[Iterator[Any], int]] = [(iter((value,)), 0)]
+    pending: list[Iterator[Any]] = [iter((value,))]
     while pending:
-        items, depth = pending[-1]
-        for item in items:
+        for item in pending[-1]:
             nodes += 1
-            if nodes > limits.nodes:
-                raise limit_error("nodes", source, limits)
+            check_limit("nodes", nodes, source)
             if isinstance(item, Mapping | list | tuple | set | frozenset):
-                if depth + 1 > limits.nesting:
-                    raise limit_error("nesting", source, limits)
-                children = (part for pair in item.items() for part in pair) if isinstance(item, Mapping) else iter(item)
-                pending.append((children, depth + 1))
+                check_limit("nesting", len(pending), source)
+                content = itertools.chain.from_iterable(item.items()) if isinstance(item, Mapping) else item
+                pending.append(iter(content))
                 break
-            _check_value(item, source, limits)
+            if isinstance(item, str | bytes):
+                check_limit("string_characters", len(item), source)
+            elif isinstance(item, int):
+                check_limit("number_digits", int(item.bit_length() / 3.33), source)  # bits of a decimal digit
         else:
             pending.pop()
-
-
-def _check_value(value: Any, source: object, limits: InputLimits) -> None:
-    if isinstance(value, str | bytes) and len(value) > limits.string_characters:
-        raise limit_error("string_characters", source, limits, len(value))
-    if isinstance(value, int) and value.bit_length() > limits.number_digits * 3.33:  # bits of a decimal digit
-        raise limit_error("number_digits", source, limits)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.recipe.input_limits import current_limits, limit_error
+from nemo_geomask.recipe.input_limits import check_limit
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,13 @@ class Origins:
         import yaml  # Comes with omegaconf.
 
         root = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        limits = current_limits()
         entries: dict[str, _KeyOrigin] = {}
         characters = 0
         for key, entry in _file_entries(root, "", str(path)) if root is not None else ():
             characters += len(key)
-            if characters > limits.total_characters:
-                raise limit_error("total_characters", entry.origin, limits)
+            check_limit("total_characters", characters, entry.origin)
             # A name with dots counts as sections: their number is squared in what follows.
-            if key.count(".") + key.count("[") > 2 * limits.nesting:
-                raise limit_error("nesting", entry.origin, limits)
+            check_limit("nesting", (key.count(".") + key.count("[")) // 2, entry.origin)
             entries[key] = entry
         return cls(entries)
 

@@ -16,6 +16,7 @@ from typing import Any
 from nemo_geomask.errors import ConfigError, GeomaskError, InputLimitError, Problem
 from nemo_geomask.recipe.input_limits import (
     InputLimits,
+    check_limit,
     check_values,
     check_yaml,
     current_limits,
@@ -77,7 +78,6 @@ def read_recipe(
     *,
     new_keys: bool | None = None,
     leave: Collection[str] = (),
-    limits: InputLimits | None = None,
 ) -> Recipe:
     """Read a recipe with its parents and overrides.
 
@@ -95,7 +95,6 @@ def read_recipe(
         new_keys: True if ``key.path=value`` may add a key, which NeMo-RL refuses. None: only in a recipe with a ``lab``
             section, all of whose keys are checked later.
         leave: sections in which a value stays as written if this environment can't resolve it.
-        limits: limits of the files and of what they expand to; those in effect if None.
 
     Returns: the settings, references resolved, with the origin of each.
     Raises:
@@ -105,9 +104,9 @@ def read_recipe(
         MissingDependencyError: omegaconf is not installed, or, with overrides, hydra-core.
     """
     omegaconf = load_omegaconf()
-    reading = _RecipeReading(limits or current_limits())
+    reading = _RecipeReading()
     unresolved: dict[str, str] = {}
-    with _root_in_environment(), _recursion_to(reading.limits.nesting), limited_references(path, reading.limits):
+    with _root_in_environment(), _recursion_to(current_limits().nesting), limited_references(path):
         try:
             config, origins = _load(Path(path), (), reading)
             may_add_keys = "lab" in config if new_keys is None else new_keys
@@ -118,11 +117,11 @@ def read_recipe(
         except GeomaskError:
             raise
         except RecursionError:
-            raise limit_error("nesting", path, reading.limits) from None
+            raise limit_error("nesting", path) from None
         except (omegaconf.errors.OmegaConfBaseException, *_OTHER_OMEGACONF_ERRORS) as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise ConfigError(f"{path}: the recipe can't be read: {reason}") from None
-    check_values(plain, path, reading.limits)
+    check_values(plain, path)
     data = {str(key): value for key, value in plain.items()}
     return Recipe(Path(path), data, origins, tuple(reading.files.items()), unresolved)
 
@@ -144,14 +143,12 @@ class _RecipeReading:
     """Files that a recipe consists of, and what they cost.
 
     Attributes:
-        limits: limits of the input.
         files: every file that was read, with its text.
         loads: number of times that a file was loaded.
         nodes: number of nodes of all loads.
         merged: number of settings of all merges. Each merge copies what was merged before.
     """
 
-    limits: InputLimits
     files: dict[Path, str] = field(default_factory=dict)
     loads: int = 0
     nodes: int = 0
@@ -160,8 +157,7 @@ class _RecipeReading:
     def count_merge(self, source: object, *origins: Origins) -> None:
         """Count the settings that a merge copies; raise InputLimitError if all merges copy too many."""
         self.merged += sum(len(each.entries) for each in origins)
-        if self.merged > self.limits.merged_settings:
-            raise limit_error("merged_settings", source, self.limits)
+        check_limit("merged_settings", self.merged, source)
 
 
 def nemo_rl_root() -> Path | None:
@@ -202,11 +198,10 @@ def _load(path: Path, children: tuple[Path, ...], reading: _RecipeReading) -> tu
     omegaconf = load_omegaconf()
     inherited = f" (named by defaults: in {children[-1]})" if children else ""
     reading.loads += 1
-    if reading.loads > reading.limits.files:
-        raise limit_error("files", path, reading.limits)
+    check_limit("files", reading.loads, path)
     try:
         path = path.resolve()
-        text = "" if path in children else read_text(path, reading.limits)
+        text = "" if path in children else read_text(path)
     except (OSError, ValueError, RuntimeError) as error:  # a null character, a loop of links
         if isinstance(error, InputLimitError):
             raise
@@ -217,7 +212,7 @@ def _load(path: Path, children: tuple[Path, ...], reading: _RecipeReading) -> tu
         chain = " -> ".join(str(child) for child in (*children, path))
         raise ConfigError(f"defaults: {path} inherits from itself: {chain}; remove one of these defaults")
     try:
-        reading.nodes = check_yaml(text, path, reading.limits, nodes=reading.nodes)
+        reading.nodes = check_yaml(text, path, nodes=reading.nodes)
         config = omegaconf.OmegaConf.load(io.StringIO(text))
     except (InputLimitError, RecursionError):
         raise

@@ -15,7 +15,7 @@ from typing import Any
 
 from nemo_geomask.errors import ConfigError, InputLimitError
 from nemo_geomask.optional import require
-from nemo_geomask.recipe.input_limits import InputLimits, check_values, current_limits, limit_error
+from nemo_geomask.recipe.input_limits import check_limit, check_values
 from nemo_geomask.recipe.origins import Origins
 from nemo_geomask.recipe.overrides import first_line
 
@@ -39,12 +39,10 @@ class _ReferenceBudget:
 
     Args:
         source: the recipe, for errors.
-        limits: limits in effect.
     """
 
-    def __init__(self, source: object, limits: InputLimits) -> None:
+    def __init__(self, source: object) -> None:
         self.source = source
-        self.limits = limits
         self._references = 0
         self._parsed_characters = 0
         self._characters = 0
@@ -53,43 +51,39 @@ class _ReferenceBudget:
     def charge_text(self, text: str) -> None:
         """Count a text with references before it is parsed, which takes about 50 µs a character."""
         self._parsed_characters += len(text)
-        if self._parsed_characters > self.limits.reference_characters:
-            raise limit_error("reference_characters", self.source, self.limits)
+        check_limit("reference_characters", self._parsed_characters, self.source)
 
     def charge_result(self, value: Any) -> None:
         """Count the value of a reference: a node of omegaconf, or what a resolver returned."""
         self._references += 1
-        if self._references > self.limits.references:
-            raise limit_error("references", self.source, self.limits)
+        check_limit("references", self._references, self.source)
         pending = [value]
         while pending:
             item = pending.pop()
             # A node's own value, in which references stand as they are written.
             content = item._value() if hasattr(item, "_metadata") else item
             self._nodes += 1
-            if self._nodes > self.limits.nodes:
-                raise limit_error("nodes", self.source, self.limits)
+            check_limit("nodes", self._nodes, self.source)
             if isinstance(content, dict | list | tuple):
                 pending.extend(content.values() if isinstance(content, dict) else content)
                 continue
-            check_values(content, self.source, self.limits)
+            check_values(content, self.source)
             self._characters += len(content) if isinstance(content, str | bytes) else 0
-            if self._characters > self.limits.total_characters:
-                raise limit_error("total_characters", self.source, self.limits)
+            check_limit("total_characters", self._characters, self.source)
 
 
 _lock = threading.RLock()
 
 
 @contextmanager
-def limited_references(source: object, limits: InputLimits) -> Iterator[None]:
+def limited_references(source: object) -> Iterator[None]:
     """Hold omegaconf to the limits within the context; one thread at a time.
 
     Raises: InputLimitError: a limit was exceeded within the context, whatever omegaconf made of the error.
     """
     grammar = require("omegaconf.grammar_parser", "reading a recipe needs", "recipes")
     container = require("omegaconf.base", "reading a recipe needs", "recipes").Container
-    budget = _ReferenceBudget(source, limits)
+    budget = _ReferenceBudget(source)
     first_error: list[InputLimitError] = []  # omegaconf wraps or drops what is raised while it resolves a reference
 
     @contextmanager
@@ -209,10 +203,9 @@ def _add(a: Any, b: Any) -> Any:
 
 
 def _mul(a: Any, b: Any) -> Any:
-    limits = current_limits()
     for count, repeated in ((a, b), (b, a)):
-        if isinstance(count, int) and isinstance(repeated, Sized) and len(repeated) * count > limits.string_characters:
-            raise limit_error("string_characters", "${mul:…}", limits, len(repeated) * count)
+        if isinstance(count, int) and isinstance(repeated, Sized):
+            check_limit("string_characters", len(repeated) * count, "${mul:…}")
     return a * b
 
 

@@ -10,13 +10,14 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from nemo_geomask.errors import DataError, InputLimitError
-from nemo_geomask.recipe.input_limits import InputLimits, current_limits, limit_error, open_regular_file
+from nemo_geomask.recipe.input_limits import check_limit, open_regular_file
 from nemo_geomask.records.record_schema import (
     CHECKSUM_KEY,
     COLUMNS,
@@ -45,7 +46,7 @@ def open_record(path: Path) -> Iterator[RecordFile]:
         MissingDependencyError: pyarrow is missing.
     """
     with _errors_with_name(path), _open(path) as file:
-        yield RecordFile(path, file, current_limits())
+        yield RecordFile(path, file)
 
 
 def _open(path: Path) -> BinaryIO:
@@ -79,10 +80,10 @@ class RecordFile:
         row_groups: number of row groups.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, limits: InputLimits) -> None:
+    def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
-        self._descriptor, self._limits = file.fileno(), limits
-        self._size, start, footer = _read_footer(path, self._descriptor, limits)
+        self._descriptor = file.fileno()
+        self._size, start, footer = _read_footer(path, self._descriptor)
         entry = find_checksum(footer)
         self.has_checksum = entry is not None
         if entry is not None:
@@ -157,20 +158,17 @@ class RecordFile:
             claims = [group.num_rows, *(group.column(index).num_values for index in range(group.num_columns))]
             if min(claims) < 0:
                 raise DataError(f"{self.path}: damaged: a row group claims a negative number of values")
-            if max(claims) > self._limits.row_group_tokens:
-                raise limit_error("row_group_tokens", self.path, self._limits, max(claims))
+            check_limit("row_group_tokens", max(claims), self.path)
             total += max(claims)
-        if total > self._limits.record_tokens:
-            raise limit_error("record_tokens", self.path, self._limits, total)
-        if total > max(FREE_TOKENS, self._limits.tokens_per_byte * self._size):
-            raise limit_error("tokens_per_byte", self.path, self._limits, total // self._size)
+        check_limit("record_tokens", total, self.path)
+        if total > FREE_TOKENS:
+            check_limit("tokens_per_byte", math.ceil(total / self._size), self.path)
 
 
-def _read_footer(path: Path, descriptor: int, limits: InputLimits) -> tuple[int, int, bytes]:
+def _read_footer(path: Path, descriptor: int) -> tuple[int, int, bytes]:
     """Return a file's size, the offset of its metadata, and their bytes."""
     size = os.fstat(descriptor).st_size
-    if size > limits.record_bytes:
-        raise limit_error("record_bytes", path, limits, size)
+    check_limit("record_bytes", size, path)
     is_complete = size > 2 * TAIL and os.pread(descriptor, 4, size - 4) == b"PAR1"
     length = int.from_bytes(os.pread(descriptor, 4, size - TAIL), "little") if is_complete else 0
     if not is_complete or not 0 < length < size - TAIL:
@@ -178,8 +176,7 @@ def _read_footer(path: Path, descriptor: int, limits: InputLimits) -> tuple[int,
             f"{path}: can't be read as a record: {'it is empty' if size == 0 else 'it does not end as Parquet does'}; "
             "it was truncated, or is another kind of file"
         )
-    if length > limits.footer_bytes:
-        raise limit_error("footer_bytes", path, limits, length)
+    check_limit("footer_bytes", length, path)
     return size, *read_footer(descriptor, size)
 
 
@@ -204,7 +201,7 @@ def read_metadata(path: Path) -> dict[bytes, bytes]:
     """Return the metadata of a file, unchecked; empty if it can't be read, which :func:`open_record` explains."""
     try:
         with _errors_with_name(path), _open(path) as file:
-            _, _, footer = _read_footer(path, file.fileno(), current_limits())
+            _, _, footer = _read_footer(path, file.fileno())
             return dict(_parse_footer(footer).metadata or {})
     except (DataError, InputLimitError):
         return {}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.recipe.input_limits import current_limits, parse_text, read_text
+from nemo_geomask.recipe.input_limits import current_limits, parse_text, read_text, use_limits
 from nemo_geomask.tools.check import OutputWork
 
 _WITH_LOGITS = ("NeMo-RL", "NeMo-RL, in chunks", "geomask")
@@ -72,12 +72,12 @@ def read_costs(folder: Path, *, peak: float) -> Costs:
         )
     (path,) = paths
     limits = current_limits()
-    limits = replace(limits, nodes=max(limits.nodes, _MAX_VALUES))
     try:
-        text = read_text(path, limits)
+        text = read_text(path)
+        with use_limits(replace(limits, nodes=max(limits.nodes, _MAX_VALUES))):
+            result = parse_text(json.loads, text, f"--measured: {path}", format_name="JSON")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--measured: {path} can't be read: {getattr(error, 'strerror', None) or error}") from None
-    result = parse_text(json.loads, text, f"--measured: {path}", limits, format_name="JSON")
     try:
         return _costs_of(result, path, peak)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_geomask.errors import ConfigError, InputLimitError
 from nemo_geomask.optional import require
-from nemo_geomask.recipe.input_limits import InputLimits, check_values, open_regular_file
+from nemo_geomask.recipe.input_limits import InputLimits, check_values, open_regular_file, use_limits
 from nemo_geomask.tools.lab.lab_recipe import SEEDS, LabRecipe
 from nemo_geomask.tools.shared.atomic_write import write_atomically
 from nemo_geomask.tools.shared.flat_settings import differing_keys, flatten_settings
@@ -187,7 +187,8 @@ class RunCurves:
 def _describe_problem(facts: Any, columns: Mapping[str, Sequence[float]]) -> str:
     """Return what keeps the content of a file from being that of a run; empty if nothing does."""
     try:
-        check_values(facts, "", _FACT_LIMITS)
+        with use_limits(_FACT_LIMITS):
+            check_values(facts, "")
         _RunFacts.model_validate(facts)
     except InputLimitError:
         return "its facts are nested too deeply, or too long"

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Container, Hashable, Mapping
 from typing import Any, ClassVar, Literal
 
-from nemo_geomask.errors import ConfigError, InputLimitError
-from nemo_geomask.recipe.input_limits import current_limits, limit_error, load_yaml
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.recipe.input_limits import check_limit, current_limits, limit_error, load_yaml
 from nemo_geomask.tools.shared.flat_settings import iterate_settings
 
 UNRESOLVED = "$"
@@ -37,26 +37,19 @@ class ExpansionBudget:
 
     def __init__(self, source: object) -> None:
         self.source = source
-        self.limits = current_limits()
         self._counts = Counter[str]()
 
     def add(self, kind: Literal["characters", "words", "items", "files", "steps"], count: int) -> None:
         """Add to a count."""
         self._counts[kind] += count
         name, excess = self._LIMITS[kind]
-        limit = getattr(self.limits, name)
-        if self._counts[kind] > limit:
-            raise InputLimitError(
-                f"{self.source}: {excess.format(f'{limit:,}')}, which is over the limit {name}; if the file is right, "
-                f"raise it with --limit {name}=NUMBER"
-            )
+        if self._counts[kind] > getattr(current_limits(), name):
+            raise limit_error(name, self.source, excess=excess)
 
 
 def check_code(text: str, source: object) -> str:
     """Return the text of a program or script; raise InputLimitError if it is longer than ``string_characters``."""
-    limits = current_limits()
-    if len(text) > limits.string_characters:
-        raise limit_error("string_characters", source, limits, len(text))
+    check_limit("string_characters", len(text), source)
     return text
 
 
@@ -74,8 +67,7 @@ def flat(settings: Mapping[str, Any], source: object = "settings") -> dict[str, 
     budget = ExpansionBudget(source)
     for name, value in iterate_settings(settings):
         budget.add("characters", len(name))
-        if name.count(".") > budget.limits.nesting:
-            raise limit_error("nesting", source, budget.limits)
+        check_limit("nesting", name.count("."), source)
         by_name[name] = value
     return by_name
 

@@ -54,7 +54,6 @@ def read_runs(path: Path, constructors: tuple[str, ...]) -> list[ProgramRun]:
         raise ConfigError(f"{path}: can't be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: can't be read: it is not text in UTF-8 ({error})") from None
-    limits = current_limits()
     try:
         match path.suffix:
             case ".yaml" | ".yml" | ".json":
@@ -71,7 +70,7 @@ def read_runs(path: Path, constructors: tuple[str, ...]) -> list[ProgramRun]:
     except ConfigError:
         raise
     except (RecursionError, MemoryError):  # Python's parser raises the second for code that is nested too deeply
-        raise limit_error("nesting", path, limits) from None
+        raise limit_error("nesting", path) from None
     except (ValueError, SyntaxError) as error:
         if "integer string conversion" in str(error):
             raise ConfigError(f"{path}: an integer has more than 4,300 digits, which Python does not read") from None
@@ -85,10 +84,9 @@ def read_settings(path: Path, constructors: tuple[str, ...]) -> dict[str, Any]:
 
 def _parse_toml(text: str, path: Path) -> Any:
     """Return a TOML document. Keys of very many parts, whose time is quadratic in tomllib, are refused before."""
-    limits = current_limits()
     key = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
-    if re.search(rf"(?<![\w-]){key}(?:\s*+\.\s*+{key}){{{limits.nesting}}}", text):
-        raise limit_error("nesting", path, limits)
+    if re.search(rf"(?<![\w-]){key}(?:\s*+\.\s*+{key}){{{current_limits().nesting}}}", text):
+        raise limit_error("nesting", path)
     return parse_text(tomllib.loads, text, path, format_name="TOML")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nemo_geomask.errors import DataError, InputLimitError
-from nemo_geomask.recipe.input_limits import InputLimits, current_limits, limit_error, open_regular_file
+from nemo_geomask.recipe.input_limits import check_limit, current_limits, limit_error, open_regular_file
 
 _MAX_EXCERPT = 200
 """Length of what an error quotes of another error, which may quote the file."""
@@ -31,13 +31,13 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
     Raises: InputLimitError: a line exceeds a limit. DataError: the file can't be read, or a line is not JSON.
     """
-    parse, limits = _line_parser(), current_limits()
+    parse = _line_parser()
     with open_log(path) as file:
         number = 0
-        while line := file.readline(limits.line_bytes + 1):
+        while line := file.readline(current_limits().line_bytes + 1):
             number += 1
             try:
-                yield number, _parse_line(line, f"{path}:{number}", limits, parse)
+                yield number, _parse_line(line, f"{path}:{number}", parse)
             except InputLimitError:
                 raise
             except DataError:
@@ -62,18 +62,15 @@ def _line_parser() -> Callable[[bytes], Any]:
     return parse
 
 
-def _parse_line(text: bytes, source: str, limits: InputLimits, parse: Callable[[bytes], Any]) -> Any:
+def _parse_line(text: bytes, source: str, parse: Callable[[bytes], Any]) -> Any:
     """Return the value of a line of JSON, which errors name by ``source``."""
-    if len(text) > limits.line_bytes:
-        raise limit_error("line_bytes", source, limits)
+    check_limit("line_bytes", len(text), source)
     # Brackets in strings count as well; that is what keeps this check fast.
-    brackets = text.count(b"[") + text.count(b"{")
-    if brackets > limits.line_containers:
-        raise limit_error("line_containers", source, limits, brackets)
+    check_limit("line_containers", text.count(b"[") + text.count(b"{"), source)
     try:
         return parse(text)
     except RecursionError:
-        raise limit_error("nesting", source, limits) from None
+        raise limit_error("nesting", source) from None
     except MemoryError:
         raise InputLimitError(f"{source}: the memory does not suffice to parse it; check the file") from None
     except ValueError as error:

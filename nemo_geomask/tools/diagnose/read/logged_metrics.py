@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from nemo_geomask.errors import DataError, MissingDependencyError
-from nemo_geomask.recipe.input_limits import current_limits, limit_error
+from nemo_geomask.recipe.input_limits import check_limit
 from nemo_geomask.tools.diagnose.read.json_lines import open_log, read_json_lines
 
 MetricSeries = dict[str, dict[int, float]]
@@ -75,23 +75,14 @@ def _read_jsonl(path: Path) -> _Entries:
             ]
         except (ValueError, TypeError, StopIteration, AttributeError, OverflowError) as error:
             raise DataError(f"{path}:{number}: not an object with a step: {str(error)[:200]}") from None
-        _check_count(len(entries) + _LINE_COST * number, f"{path}:{number}")
+        check_limit("metric_values", len(entries) + _LINE_COST * number, f"{path}:{number}")
     return entries
-
-
-def _check_count(count: int, source: object) -> None:
-    limits = current_limits()
-    if count > limits.metric_values:
-        raise limit_error("metric_values", source, limits)
 
 
 def _check_size(path: Path) -> None:
     """Raise InputLimitError if a file of metrics, which is held in memory, is too large or no regular file."""
-    limits = current_limits()
     with open_log(path) as file:
-        size = os.fstat(file.fileno()).st_size
-    if size > limits.metrics_bytes:
-        raise limit_error("metrics_bytes", path, limits, size)
+        check_limit("metrics_bytes", os.fstat(file.fileno()).st_size, path)
 
 
 def _read_events(path: Path) -> _Entries:
@@ -115,5 +106,5 @@ def _read_events(path: Path) -> _Entries:
         raise DataError(
             f"{path}: not an event file of TensorBoard: {type(error).__name__}: {str(error)[:200]}"
         ) from None
-    _check_count(len(entries), path)
+    check_limit("metric_values", len(entries), path)
     return entries
