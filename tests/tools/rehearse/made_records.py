@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from nemo_geomask.records.step_table import StepRows
-from nemo_geomask.records.writer import write_step
+from tests.helpers.record_rows import write_step
 
 PROMPT, RESPONSE = 3, 14
 OURS = "PolicyLoss(name='gspo', ratio_clip_max=0.3)"
