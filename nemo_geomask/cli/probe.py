@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from nemo_geomask.cli.arguments import positive_number
 from nemo_geomask.errors import ConfigError
@@ -41,15 +41,6 @@ examples
 """
 
 
-class _Hindrance(NamedTuple):
-    """A setting with which a probe can't score: its key, when it hinders, why, and the overrides without it."""
-
-    key: str
-    is_present: Callable[[Mapping[str, Any]], bool]
-    reason: str
-    overrides: str
-
-
 _MEGATRON = "policy.megatron_cfg.enabled"
 _ASYNC = "policy.generation.vllm_cfg.async_engine"
 _REPLAY = "policy.router_replay.enabled"
@@ -63,26 +54,17 @@ def _size(values: Mapping[str, Any], key: str) -> int:
     return size
 
 
-_HINDRANCES = (
-    _Hindrance(
-        _ASYNC,
-        lambda values: bool(values.get(_ASYNC)),
-        "a probe scores by vLLM's synchronous engine",
-        f"++{_ASYNC}=false ++grpo.async_grpo.enabled=false",
-    ),
-    _Hindrance(
-        _REPLAY,
-        lambda values: bool(values.get(_REPLAY) and values.get(_MEGATRON)),
-        "the given tokens of a probe have no routes that the trainer could replay",
-        f"++{_REPLAY}=false",
-    ),
-    _Hindrance(
-        _ENGINE_EP,
-        lambda values: _size(values, _ENGINE_EP) > _size(values, _ENGINE_TP),
-        f"above {_ENGINE_TP} the engines of several workers wait for each other, and a probe calls one alone",
-        f"++{_ENGINE_EP}=1",
-    ),
-)
+def _hindrances(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield each setting with which a probe can't score: its key, why, and the overrides without it."""
+    if values.get(_ASYNC):
+        overrides = f"++{_ASYNC}=false ++grpo.async_grpo.enabled=false"
+        yield _ASYNC, "a probe scores by vLLM's synchronous engine", overrides
+    if values.get(_REPLAY) and values.get(_MEGATRON):
+        reason = "the given tokens of a probe have no routes that the trainer could replay"
+        yield _REPLAY, reason, f"++{_REPLAY}=false"
+    if _size(values, _ENGINE_EP) > _size(values, _ENGINE_TP):
+        reason = f"above {_ENGINE_TP} the engines of several workers wait for each other, and a probe calls one alone"
+        yield _ENGINE_EP, reason, f"++{_ENGINE_EP}=1"
 
 
 def check_supported(values: Mapping[str, Any]) -> None:
@@ -97,10 +79,9 @@ def check_supported(values: Mapping[str, Any]) -> None:
     """
     from nemo_geomask.yaml_text import as_yaml
 
-    hindrances = [each for each in _HINDRANCES if each.is_present(values)]
-    if hindrances:
-        reasons = "; ".join(f"{each.key} is {as_yaml(values[each.key])}, and {each.reason}" for each in hindrances)
-        overrides = " ".join(each.overrides for each in hindrances)
+    if hindrances := list(_hindrances(values)):
+        reasons = "; ".join(f"{key} is {as_yaml(values[key])}, and {reason}" for key, reason, _ in hindrances)
+        overrides = " ".join(overrides for _, _, overrides in hindrances)
         raise ConfigError(f"{reasons}. To probe everything else, give {overrides}")
 
 

@@ -115,10 +115,6 @@ MALFORMED: dict[str, File] = {
 
 STRANGE: dict[str, File] = {
     "a spread of itself": ("f.py", "GRPOConfig(**GRPOConfig)"),
-    "Python, functions that call each other": (
-        "f.py",
-        "def f():\n f()\n g()\ndef g():\n f()\n g()\nGRPOConfig(beta=0.1)",
-    ),
     "Python, a dict in itself": ("f.py", "a = {}\na['a'] = a\nb = {**a}\nGRPOConfig(beta=a, **a)"),
     "Python, a number that doubles": ("f.py", "a = 2\n" + "a = a * a\n" * 5000 + "GRPOConfig(beta=a)"),
     "Python, a parser called 10,000 times": (
