@@ -187,15 +187,7 @@ class Peer:
         """Return True if the setting is known not to concern the loss."""
         if any(f".{section}." in f".{key}." for section in self.sections):
             return False
-        return key in self._unrelated_names or any(_covers(pattern, key) for pattern in self._unrelated_patterns)
-
-    @functools.cached_property
-    def _unrelated_names(self) -> frozenset[str]:
-        return frozenset(name for name in self.unrelated if "*" not in name)
-
-    @functools.cached_property
-    def _unrelated_patterns(self) -> tuple[str, ...]:
-        return tuple(name for name in self.unrelated if "*" in name)
+        return any(key == name or ("*" in name and _covers(name, key)) for name in self.unrelated)
 
     def marks_of(self, settings: Iterable[str]) -> list[str]:
         """Return the settings that only this system has."""
