@@ -18,7 +18,14 @@ _BATCH, _MICROBATCH = "policy.train_global_batch_size", "policy.train_micro_batc
 _MAX_SIZES = 10**6  # of batches that are tried
 
 
-@rule("GM316", "error", "NeMo-RL `Policy.__init__`", refusals=("must be divisible by PP * CP * TP",), needs_loss=False)
+@rule(
+    "GM316",
+    "error",
+    "NeMo-RL `Policy.__init__`, `Value.__init__`",
+    refusals=("must be divisible by PP * CP * TP",),
+    models=("value", "teacher"),
+    needs_loss=False,
+)
 def _indivisible_gpus(facts: RecipeFacts) -> Iterator[Hit]:
     """Parallel sizes that do not divide the number of GPUs that train."""
     sizes = {key: facts.number(key) or 1 for axis, key in layout_keys(facts).items() if axis in MODEL_AXES}
@@ -61,7 +68,7 @@ def _sampling_gpus(facts: RecipeFacts) -> int | None:
     return int((per_node or gpus_per_node) * sampling_nodes) if sampling_nodes else None
 
 
-@rule("GM329", "error", "NeMo-RL `VllmGeneration.__init__`", applies_to_lab=False)
+@rule("GM329", "error", "NeMo-RL `VllmGeneration.__init__`", needs_loss=False, applies_to_lab=False)
 def _vllm_sizes(facts: RecipeFacts) -> Iterator[Hit]:
     """vLLM's parallel sizes that do not fit each other or the GPUs."""
     if not facts.uses_vllm:
@@ -90,7 +97,13 @@ def _vllm_sizes(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
-@rule("GM330", "error", "Megatron-LM `initialize_model_parallel` (parallel_state.py); Automodel `create_device_mesh`")
+@rule(
+    "GM330",
+    "error",
+    "Megatron-LM `initialize_model_parallel` (parallel_state.py); Automodel `create_device_mesh`",
+    models=("value", "teacher"),
+    needs_loss=False,
+)
 def _expert_groups(facts: RecipeFacts) -> Iterator[Hit]:
     """Expert-parallel size that does not divide the number of GPUs that train."""
     gpus = training_gpus(facts)
@@ -145,7 +158,7 @@ def _fitting_batch(facts: RecipeFacts) -> dict[str, int]:
     return {_BATCH: size, **settings}
 
 
-@rule("GM306", "error", "NeMo-RL `shard_by_batch_size`", needs_loss=False)
+@rule("GM306", "error", "NeMo-RL `shard_by_batch_size`", models=("value",), needs_loss=False)
 def _rollout_of_other_size(facts: RecipeFacts) -> Iterator[Hit]:
     """Rollout batch that is not a multiple of the training batch."""
     batch, rollout = facts.number(_BATCH) or 0, facts.rollout_size
@@ -158,27 +171,39 @@ def _rollout_of_other_size(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
-@rule("GM332", "error", "NeMo-RL `shard_by_batch_size`, `make_microbatch_iterator`", needs_loss=False)
+@rule(
+    "GM332",
+    "error",
+    "NeMo-RL `shard_by_batch_size`, `make_microbatch_iterator`",
+    models=("value",),
+    needs_loss=False,
+)
 def _indivisible_batch(facts: RecipeFacts) -> Iterator[Hit]:
-    """Training batch that ranks or microbatches can't divide."""
-    ranks, batch = _data_parallel_ranks(facts), facts.number(_BATCH)
-    # A batch of pairs, as DPO's, has twice as many sequences.
-    if ranks is None or not batch or {"dpo", "rm", "eval"} & {*facts.recipe.data}:
-        return
-    microbatch = _fixed_microbatch(facts)
-    if batch % ranks:
-        yield Hit(
-            _BATCH,
-            f"{batch:g} sequences can't be divided among {ranks} data-parallel ranks",
-            fix=_fitting_batch(facts),
-        )
-    elif (batch / ranks) % microbatch:
-        yield Hit(
-            _MICROBATCH,
-            f"{microbatch:g} does not divide the {batch / ranks:g} sequences of a data-parallel rank (train_global_"
-            f"batch_size {batch:g} over {ranks} ranks)",
-            fix={_MICROBATCH: largest_divisor(int(batch) // ranks, microbatch)},
-        )
+    """Batch that ranks or microbatches can't divide."""
+    keys = [(_BATCH, _MICROBATCH)]
+    # DPO pads batches of validation.
+    if facts.algorithm in ("sft", "rm"):
+        keys += [(f"{facts.algorithm}.val_global_batch_size", f"{facts.algorithm}.val_micro_batch_size")]
+    for batch_key, microbatch_key in keys if facts.algorithm != "eval" else ():
+        ranks, batch = _data_parallel_ranks(facts), facts.number(batch_key)
+        microbatch = 1 if _varies_microbatches(facts) else max(1, facts.size(microbatch_key))
+        if ranks is None or not batch:
+            continue
+        if batch % ranks:
+            unit = ranks * microbatch
+            nearest = {batch_key: max(1, round(batch / unit)) * unit}
+            yield Hit(
+                batch_key,
+                f"{batch:g} can't be divided among {ranks} data-parallel ranks",
+                fix=_fitting_batch(facts) if batch_key == _BATCH else nearest,
+            )
+        elif (batch / ranks) % microbatch:
+            yield Hit(
+                microbatch_key,
+                f"{microbatch:g} does not divide the {batch / ranks:g} sequences of a data-parallel rank "
+                f"({batch_key.rpartition('.')[2]} {batch:g} over {ranks} ranks)",
+                fix={microbatch_key: largest_divisor(int(batch) // ranks, microbatch)},
+            )
 
 
 @rule("GM353", "error", "NeMo-RL `Policy.get_logprobs`, `make_microbatch_iterator`", applies_to_lab=False)
@@ -195,7 +220,13 @@ def _indivisible_scoring_batch(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
-@rule("GM337", "error", "https://github.com/NVIDIA/Megatron-LM/pull/5916")
+@rule(
+    "GM337",
+    "error",
+    "https://github.com/NVIDIA/Megatron-LM/pull/5916",
+    models=("value",),
+    needs_loss=False,
+)
 def _replicated_experts(facts: RecipeFacts) -> Iterator[Hit]:
     """Copies of experts on tensor-parallel ranks whose gradients are not summed."""
     tp_key, ep_key, etp_key = (

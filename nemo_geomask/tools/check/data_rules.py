@@ -35,7 +35,7 @@ def _arguments(entry: Mapping[str, Any], facts: RecipeFacts) -> Mapping[str, Any
     return dataset_arguments(facts.nemo_rl).get(str(entry.get("dataset_name"))) if facts.nemo_rl else None
 
 
-@rule("GM228", "warning", _REGISTRY, needs=("nemo_rl",), applies_to_lab=False)
+@rule("GM228", "warning", _REGISTRY, needs=("nemo_rl",), needs_loss=False, applies_to_lab=False)
 def _ignored_key_of_dataset(facts: RecipeFacts) -> Iterator[Hit]:
     """Key of a dataset that its class ignores."""
     assert facts.nemo_rl is not None
@@ -57,7 +57,7 @@ def _ignored_key_of_dataset(facts: RecipeFacts) -> Iterator[Hit]:
                 )
 
 
-@rule("GM348", "error", _REGISTRY, needs=("nemo_rl",), applies_to_lab=False)
+@rule("GM348", "error", _REGISTRY, needs=("nemo_rl",), needs_loss=False, applies_to_lab=False)
 def _dataset_without_required_key(facts: RecipeFacts) -> Iterator[Hit]:
     """Dataset without a key that its class requires."""
     for place, entry in _all_entries(facts):
@@ -66,7 +66,13 @@ def _dataset_without_required_key(facts: RecipeFacts) -> Iterator[Hit]:
                 yield Hit(f"{place}.{name}", f"the dataset {entry['dataset_name']} needs it, but it is not set")
 
 
-@rule("GM344", "error", "NeMo-RL `setup_response_data` (data/utils.py)", refusals=("def setup_response_data",))
+@rule(
+    "GM344",
+    "error",
+    "NeMo-RL `setup_response_data` (data/utils.py)",
+    refusals=("def setup_response_data",),
+    needs_loss=False,
+)
 def _unknown_environment(facts: RecipeFacts) -> Iterator[Hit]:
     """Data of an environment that the recipe does not have."""
     environments = facts.get("env")
@@ -91,6 +97,17 @@ def _unknown_environment(facts: RecipeFacts) -> Iterator[Hit]:
                 )
 
 
+@rule("GM229", "warning", "NeMo-RL `combine_reward_functions`", needs_loss=False, applies_to_lab=False)
+def _reward_without_weight(facts: RecipeFacts) -> Iterator[Hit]:
+    """Reward that never counts."""
+    for name, environment in (facts.get("env") or {}).items():
+        functions = environment.get("reward_functions") if isinstance(environment, Mapping) else None
+        for index, function in enumerate(functions if isinstance(functions, list) else ()):
+            key = f"env.{name}.reward_functions[{index}].weight"
+            if isinstance(function, Mapping) and facts.number(key) == 0:
+                yield Hit(key, f"0: the reward {function.get('name')} never counts; give it a weight, or remove it")
+
+
 @rule("GM354", "error", "NeMo-RL `TaskDataSpec`", needs=("nemo_rl",), needs_loss=False, applies_to_lab=False)
 def _missing_prompt_file(facts: RecipeFacts) -> Iterator[Hit]:
     """File of a prompt that does not exist."""
@@ -103,11 +120,19 @@ def _missing_prompt_file(facts: RecipeFacts) -> Iterator[Hit]:
             yield Hit(key, f"{value}: neither this folder nor the NeMo-RL in {facts.nemo_rl} has this file")
 
 
-@rule("GM349", "error", "NeMo-RL `grpo.setup`, `setup_response_data`", refusals=("Validation dataset is required",))
+@rule(
+    "GM349",
+    "error",
+    "NeMo-RL `grpo.setup`, `setup_response_data`",
+    refusals=("Validation dataset is required",),
+    needs_loss=False,
+)
 def _validation_without_data(facts: RecipeFacts) -> Iterator[Hit]:
     """Validation without data to validate on."""
     section, entries = facts.algorithm, [*_entries(facts, "train")]
     if not facts.validates or facts.uses_single_controller or facts.get("data.validation") or not entries:
+        return
+    if facts.algorithm in ("dpo", "rm"):  # which then don't validate
         return
     can_hold_out = False
     for _, entry in entries:

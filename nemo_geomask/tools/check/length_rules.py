@@ -116,6 +116,8 @@ def _every_batch_vetoed(facts: RecipeFacts) -> Iterator[Hit]:
     "error",
     "NeMo-RL `_get_pack_sequence_parameters_for_megatron` (megatron/data.py)",
     refusals=("_get_pack_sequence_parameters_for_megatron",),
+    models=("value", "teacher"),
+    needs_loss=False,
 )
 def _padding_of_packed_sequences(facts: RecipeFacts) -> Iterator[Hit]:
     """Packed sequences padded to lengths that context and sequence parallelism can't split."""

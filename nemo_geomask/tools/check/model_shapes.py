@@ -53,6 +53,16 @@ def shape_of(name: str) -> ModelShape | None:
     return shape_from_config(published) if published else None
 
 
+def positions_of(name: str) -> int | None:
+    """Return how many positions a model has; None if it is not known, or scales them."""
+    config = _local_config(Path(name))
+    if config is not None:
+        positions = (config.get("text_config") or config).get("max_position_embeddings")
+        return positions if isinstance(positions, int) and not config.get("rope_scaling") else None
+    last = name.lower().rpartition("/")[2]
+    return next((int(count) for count, pattern in _TABLE["positions"].items() if re.fullmatch(pattern, last)), None)
+
+
 def _local_config(folder: Path) -> Mapping[str, Any] | None:
     """Return the ``config.json`` of a model's folder; None if there is no such folder or file."""
     path = folder / "config.json"

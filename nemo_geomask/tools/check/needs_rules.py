@@ -136,6 +136,7 @@ def _register(rule_id: str, severity: Any, title: str, source: str, needs: Any, 
 
     check.__doc__ = title
     refusals = tuple(need.get("refusal", "") for need in needs)  # every source contains the empty text
+    options["models"] = tuple(options.get("models", ()))
     rule(rule_id, severity, source, refusals=refusals, **{"applies_to_lab": False, **options})(check)
 
 

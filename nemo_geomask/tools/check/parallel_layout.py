@@ -104,14 +104,15 @@ def training_gpus(facts: RecipeFacts) -> int | None:
     """Return the number of GPUs that train: those of the cluster without those that only sample.
 
     Returns:
-        None if the recipe does not determine it, or if other models than the policy need some of the GPUs.
+        None if the recipe does not determine it.
     """
-    gpus_per_node, nodes = facts.number("cluster.gpus_per_node"), facts.number("cluster.num_nodes")
-    # With segment_size, NeMo-RL leaves out GPUs that don't fill a segment. A reward model may take some of them, too.
-    is_divided = any(facts.get(key) is not None for key in ("on_policy_distillation", "cluster.segment_size"))
-    if is_divided or facts.get("env.reward_model.resources") is not None or not gpus_per_node or not nodes:
+    gpus_per_node, nodes = facts.number("cluster.gpus_per_node"), facts.policy_nodes or 0
+    # With segment_size, NeMo-RL leaves out GPUs that don't fill a segment.
+    if facts.get("cluster.segment_size") is not None or not gpus_per_node or nodes < 1:
         return None
-    if not float(gpus_per_node * nodes).is_integer():
+    if facts.scores_by_model and facts.size("cluster.num_nodes") == 1:
+        gpus_per_node -= facts.number("env.reward_model.resources.gpus_per_node") or 0
+    if gpus_per_node <= 0 or not float(gpus_per_node * nodes).is_integer():
         return None
     if facts.get("policy.generation.colocated.enabled") is not False:
         return int(gpus_per_node * nodes)

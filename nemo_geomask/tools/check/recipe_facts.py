@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,9 +14,14 @@ from nemo_geomask.errors import Problem
 from nemo_geomask.objectives.resolved_loss import ResolvedLoss
 from nemo_geomask.objectives.variant import Variant
 from nemo_geomask.plugin_imports import NOT_IMPORTED
-from nemo_geomask.recipe import Recipe
+from nemo_geomask.recipe import Origins, Recipe
 from nemo_geomask.tools.check.model_shapes import has_experts
-from nemo_geomask.tools.check.recipe_loss import build_recipe_loss, other_algorithm, trains_nemo_rl_loss
+from nemo_geomask.tools.check.recipe_loss import (
+    OTHER_ALGORITHMS,
+    build_recipe_loss,
+    other_algorithm,
+    trains_nemo_rl_loss,
+)
 from nemo_geomask.tools.shared.usual_mismatch import usual_kl
 
 MISMATCH_KL = 1e-3
@@ -77,6 +83,14 @@ class RecipeFacts:
         facts = self.from_recipe(recipe, mismatch_kl=self.mismatch_kl, gpu=self.gpu)
         return replace(facts, measured_tokens=self.measured_tokens)
 
+    def of_model(self, section: str) -> RecipeFacts:
+        """Return the facts about the recipe with the model of another section in the place of the policy's."""
+        generation, entries = "policy.generation", self.recipe.origins.entries
+        kept = {key: entry for key, entry in entries.items() if not key.startswith("policy") or generation in key}
+        moved = {re.sub(rf"^{section}\b", "policy", key): entry for key, entry in kept.items()}
+        data = {**self.recipe.data, "policy": {**self.get(section), "generation": self.get(generation)}}
+        return replace(self, recipe=replace(self.recipe, data=data, origins=Origins(moved)))
+
     @property
     def config(self) -> LossConfig:
         """Settings of the loss, or of the provisional loss, with the variant's defaults applied.
@@ -120,7 +134,7 @@ class RecipeFacts:
     @property
     def other_algorithm(self) -> str | None:
         """Name of the recipe's algorithm if that trains no policy loss, such as DPO; else None."""
-        return other_algorithm(self.recipe)
+        return OTHER_ALGORITHMS.get(other_algorithm(self.recipe) or "")
 
     @property
     def nemo_rl(self) -> Path | None:
@@ -167,8 +181,8 @@ class RecipeFacts:
 
     @property
     def algorithm(self) -> str:
-        """Section of the training algorithm, ``grpo`` or ``ppo``; of another algorithm its name in messages."""
-        return "ppo" if "ppo" in self.recipe.data else self.other_algorithm or "grpo"
+        """Section of the training algorithm: ``grpo``, ``ppo``, or another, such as ``sft``."""
+        return "ppo" if self.get("ppo") is not None else other_algorithm(self.recipe) or "grpo"
 
     @property
     def is_lab(self) -> bool:
@@ -230,6 +244,36 @@ class RecipeFacts:
         """Number of prompts whose responses the sampler ``ready_first`` buffers at most; None if it is not set."""
         prompts, lag = self.number("grpo.num_prompts_per_step"), self.number("async_rl.sampler.max_staleness_versions")
         return None if prompts is None or lag is None else int(prompts * (lag + 1))
+
+    @property
+    def cluster_gpus(self) -> int | None:
+        """Number of GPUs of the cluster; None if the recipe does not determine it."""
+        gpus, nodes = self.number("cluster.gpus_per_node"), self.number("cluster.num_nodes")
+        return int(gpus * nodes) if gpus and nodes and (gpus * nodes).is_integer() else None
+
+    @property
+    def policy_nodes(self) -> int | None:
+        """Number of nodes that neither a reward model nor teachers of on-policy distillation take; None if unknown."""
+        nodes, distillation = self.number("cluster.num_nodes"), "on_policy_distillation"
+        if not nodes or not nodes.is_integer():
+            return None
+        taken = self.size("env.reward_model.resources.num_nodes") if self.scores_by_model and nodes > 1 else 0
+        aliases = self.get(f"{distillation}.teacher_model_by_agent_name")
+        if self.is_true(f"{distillation}.non_colocated_teachers.enabled") and isinstance(aliases, Mapping):
+            # By default, agents that share a teacher's checkpoint share the teacher.
+            shared = self.get(f"{distillation}.deduplicate_shared_teacher_checkpoints") is not False
+            aliases = {str(model): alias for alias, model in [*aliases.items()][::-1]}.values() if shared else aliases
+            section = f"{distillation}.non_colocated_teachers"
+            default = self.size(f"{section}.default_teacher_cfg.num_nodes")
+            taken += sum(
+                int(self.number(f"{section}.teacher_overrides.{alias}.num_nodes") or default) for alias in aliases
+            )
+        return int(nodes) - taken
+
+    @property
+    def scores_by_model(self) -> bool:
+        """True if a reward model on GPUs of its own gives rewards."""
+        return bool(self.get("data.default.env_name") == "reward_model")
 
     @property
     def uses_single_controller(self) -> bool:

@@ -13,14 +13,14 @@ from nemo_geomask.hosts.nemo_rl.loss_block import unread_fields
 from nemo_geomask.objectives.resolved_loss import ResolvedLoss, resolve_loss
 from nemo_geomask.recipe import Recipe
 
-_ALGORITHMS_WITHOUT_POLICY_LOSS = {
+OTHER_ALGORITHMS = {
     "sft": "supervised fine-tuning",
     "dpo": "DPO",
     "rm": "a reward model",
     "distillation": "distillation",
     "eval": "evaluation",
 }
-"""Names of NeMo-RL's algorithms by the section of a recipe that configures them."""
+"""Names of NeMo-RL's algorithms without a policy loss by the section of a recipe that configures them."""
 
 
 class RecipeLoss(NamedTuple):
@@ -46,10 +46,10 @@ def trains_nemo_rl_loss(recipe: Recipe) -> bool:
 
 
 def other_algorithm(recipe: Recipe) -> str | None:
-    """Return the name of the recipe's algorithm if that trains no policy loss, such as DPO; None if it trains one."""
-    if {"grpo", "ppo", "lab"} & set(recipe.data):
+    """Return the section of the recipe's algorithm if that trains no policy loss, such as ``dpo``; else None."""
+    if "lab" in recipe.data or any(recipe.data.get(section) is not None for section in ("grpo", "ppo")):
         return None
-    return next((name for section, name in _ALGORITHMS_WITHOUT_POLICY_LOSS.items() if section in recipe.data), None)
+    return next((section for section in OTHER_ALGORITHMS if section in recipe.data), None)
 
 
 def build_recipe_loss(recipe: Recipe) -> RecipeLoss:
@@ -62,7 +62,8 @@ def build_recipe_loss(recipe: Recipe) -> RecipeLoss:
     algorithm = other_algorithm(recipe)
     if algorithm is not None:
         is_named = isinstance(block, dict) and block.get("name") is not None
-        message = f"names a policy loss, but this recipe ({algorithm}) trains none; remove name, or add a grpo section"
+        title = OTHER_ALGORITHMS[algorithm]
+        message = f"names a policy loss, but this recipe ({title}) trains none; remove name, or add a grpo section"
         return RecipeLoss(None, (Problem(("loss_fn.name",), message),) if is_named else ())
     if block is None:
         origin = recipe.origins.at("loss_fn")

@@ -51,6 +51,7 @@ class Rule:
         needs: attributes of :class:`RecipeFacts` without which the rule can't be checked.
         refusals: words of NeMo-RL's source without which the problem does not exist, such as those of its refusal;
             where the checkout has none of them, the rule says nothing.
+        models: sections of further models, such as PPO's ``value`` or a ``teacher``, that the rule is about as well.
         needs_loss: False if the rule also applies to a recipe that trains no policy loss, such as one of DPO.
         applies_to_lab: False if the rule is about sections or defaults that a recipe of ``nemo-geomask lab`` lacks.
         gives_up: True if a setting that it finds has to be given up, so that advice about the setting is left out.
@@ -64,6 +65,7 @@ class Rule:
     check: RuleFunction
     needs: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
     needs_loss: bool = True
     applies_to_lab: bool = True
     gives_up: bool = False

@@ -5,60 +5,90 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nemo_geomask.tools.check.model_shapes import ModelShape, shape_of
-from nemo_geomask.tools.check.parallel_layout import layout_keys, trained_sections
+from nemo_geomask.tools.check.model_shapes import ModelShape, positions_of, shape_of
+from nemo_geomask.tools.check.parallel_layout import layout_keys
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
 
 _FP8_BLOCK = 128  # rows and columns of a block of weights that share a scale
 
 
-def _shape(section: str, facts: RecipeFacts) -> ModelShape | None:
-    return shape_of(str(facts.get(f"{section}.model_name", "")))
+def _shape(facts: RecipeFacts) -> ModelShape | None:
+    return shape_of(str(facts.get("policy.model_name", "")))
 
 
 @rule(
     "GM335",
     "error",
     "Megatron-LM `TransformerConfig`; NeMo-RL `_parallelize_model` (dtensor/parallelize.py)",
+    models=("value", "teacher"),
     needs_loss=False,
 )
 def _heads(facts: RecipeFacts) -> Iterator[Hit]:
     """Tensor-parallel size that does not divide the attention heads."""
-    for section in trained_sections(facts):
-        shape, key = _shape(section, facts), layout_keys(facts, section)["tp"]
-        tp = facts.size(key)
-        if shape is None or not shape.heads or tp < 1:
-            continue
-        name, is_megatron = facts.get(f"{section}.model_name"), facts.is_true(f"{section}.megatron_cfg.enabled")
-        if shape.heads % tp:
-            yield Hit(key, f"{tp} does not divide the {shape.heads} attention heads of {name}; set a divisor")
-        # Megatron repeats a key-value head on several ranks.
-        elif shape.kv_heads % tp and (not is_megatron or tp % shape.kv_heads):
-            fault = "is neither a divisor nor a multiple of" if is_megatron else "does not divide"
-            yield Hit(key, f"{tp} {fault} the {shape.kv_heads} key-value heads of {name}; set a divisor")
+    shape, key = _shape(facts), layout_keys(facts)["tp"]
+    tp, name = facts.size(key), facts.get("policy.model_name")
+    if shape is None or not shape.heads or tp < 1:
+        return
+    if shape.heads % tp:
+        yield Hit(key, f"{tp} does not divide the {shape.heads} attention heads of {name}; set a divisor")
+    # Megatron repeats a key-value head on several ranks.
+    elif shape.kv_heads % tp and (not facts.uses_megatron or tp % shape.kv_heads):
+        fault = "is neither a divisor nor a multiple of" if facts.uses_megatron else "does not divide"
+        yield Hit(key, f"{tp} {fault} the {shape.kv_heads} key-value heads of {name}; set a divisor")
 
 
-@rule("GM336", "error", "Megatron-LM `TransformerConfig`, `get_num_layers_to_build`", needs_loss=False)
+@rule(
+    "GM336",
+    "error",
+    "Megatron-LM `TransformerConfig`, `get_num_layers_to_build`",
+    models=("value", "teacher"),
+    needs_loss=False,
+)
 def _layers(facts: RecipeFacts) -> Iterator[Hit]:
     """Pipeline-parallel size that does not divide the layers."""
-    for section in trained_sections(facts):
-        shape, key = _shape(section, facts), f"{section}.megatron_cfg.pipeline_model_parallel_size"
-        if shape is None or not facts.is_true(f"{section}.megatron_cfg.enabled"):
-            continue
-        stages, layers = facts.size(key), shape.layers
-        names = [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
-        stated = {name: int(count) for name in names if (count := facts.number(f"{section}.megatron_cfg.{name}"))}
-        middle_stages, middle_layers = stages - len(stated), layers - sum(stated.values())
-        is_even = middle_layers % middle_stages == 0 if middle_stages else middle_layers == 0
-        if stages > 1 and (middle_layers < 0 or bool(middle_layers) != bool(middle_stages) or not is_even):
-            counts = ", ".join(f"{name}: {count}" for name, count in stated.items())
+    shape, key = _shape(facts), "policy.megatron_cfg.pipeline_model_parallel_size"
+    if shape is None or not facts.uses_megatron:
+        return
+    stages, layers = facts.size(key), shape.layers
+    names = [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
+    stated = {name: int(count) for name in names if (count := facts.number(f"policy.megatron_cfg.{name}"))}
+    middle_stages, middle_layers = stages - len(stated), layers - sum(stated.values())
+    is_even = middle_layers % middle_stages == 0 if middle_stages else middle_layers == 0
+    if stages > 1 and (middle_layers < 0 or bool(middle_layers) != bool(middle_stages) or not is_even):
+        counts = ", ".join(f"{name}: {count}" for name, count in stated.items())
+        yield Hit(
+            key,
+            f"{stages}{f' with {counts}' if counts else ''} leaves {middle_layers} of the {layers} layers of "
+            f"{facts.get('policy.model_name')} to {middle_stages} stages, which does not divide; set a divisor, or "
+            f"{' and '.join(names)}",
+        )
+
+
+@rule("GM359", "error", "NeMo-RL `check_vocab_equality` (distillation.py), `ppo.setup`", needs_loss=False)
+def _other_vocabulary(facts: RecipeFacts) -> Iterator[Hit]:
+    """Teacher, or critic, of another vocabulary than the policy's."""
+    # A critic does not mind how the vocabulary of one tokenizer is padded; distillation does.
+    for section, padding in (("teacher", 0), ("value", 1024)):
+        name, shape = facts.get(f"{section}.model_name"), _shape(facts)
+        other = shape_of(str(name))
+        if shape is not None and other is not None and abs(shape.vocab - other.vocab) > padding:
             yield Hit(
-                key,
-                f"{stages}{f' with {counts}' if counts else ''} leaves {middle_layers} of the {layers} layers of "
-                f"{facts.get(f'{section}.model_name')} to {middle_stages} stages, which does not divide; set a "
-                f"divisor, or {' and '.join(names)}",
+                f"{section}.model_name",
+                f"{name} has a vocabulary of {other.vocab}, and {facts.get('policy.model_name')}, whose token ids it "
+                f"gets, one of {shape.vocab}; name models of one family",
             )
+
+
+@rule("GM411", "error", "vLLM `_get_and_verify_max_len`", needs_loss=False)
+def _positions(facts: RecipeFacts) -> Iterator[Hit]:
+    """Sequences longer than the model has positions for."""
+    key = "policy.generation.vllm_cfg.max_model_len"
+    length, positions = facts.number(key), positions_of(str(facts.get("policy.model_name", "")))
+    overrides = [facts.get(f"policy.{name}") for name in ("hf_config_overrides", "generation.vllm_kwargs.hf_overrides")]
+    if facts.uses_vllm and positions is not None and length is not None and length > positions and not any(overrides):
+        model = facts.get("policy.model_name")
+        yield Hit(key, f"{length:g}: {model} has {positions} positions, and vLLM does not start", fix={key: positions})
 
 
 @rule(
@@ -72,7 +102,7 @@ def _layers(facts: RecipeFacts) -> Iterator[Hit]:
 def _fp8_blocks(facts: RecipeFacts) -> Iterator[Hit]:
     """vLLM's tensor-parallel size that splits a block of fp8 weights."""
     vllm = "policy.generation.vllm_cfg"
-    shape, key = _shape("policy", facts), f"{vllm}.tensor_parallel_size"
+    shape, key = _shape(facts), f"{vllm}.tensor_parallel_size"
     has_experts, tp = facts.moe_key is not None, facts.size(key)
     is_blocked = facts.uses_vllm and facts.get(f"{vllm}.precision") == "fp8" and not facts.is_true(f"{vllm}.is_mx")
     # Experts on ranks of their own are not split.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from nemo_geomask.hosts.nemo_rl.facts import calls_dynamic_sampling_in_ppo, single_controller_lacks
 from nemo_geomask.hosts.nemo_rl.source_words import is_in_source, source_texts
@@ -32,7 +31,7 @@ _SHAPING = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_l
 _SHAPE = "NeMo-RL `apply_reward_shaping` (algorithms/reward_functions.py)"
 
 
-@rule("GM217", "warning", _VALIDATE, applies_to_lab=False)
+@rule("GM217", "warning", _VALIDATE, needs_loss=False, applies_to_lab=False)
 def _partial_validation_batch(facts: RecipeFacts) -> Iterator[Hit]:
     """Validation samples that are left out."""
     samples, batch = (facts.size(f"{facts.algorithm}.{name}") for name in ("max_val_samples", "val_batch_size"))
@@ -46,18 +45,19 @@ def _partial_validation_batch(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
-@rule("GM218", "warning", "NeMo-RL `CheckpointManager`, `grpo_train`", applies_to_lab=False)
+@rule("GM218", "warning", "NeMo-RL `CheckpointManager`, `grpo_train`", needs_loss=False, applies_to_lab=False)
 def _unranked_checkpoints(facts: RecipeFacts) -> Iterator[Hit]:
     """Checkpoints that are not ranked by their metric, or by the wrong end of it."""
     metric = facts.get(_METRIC)
     saves = facts.is_true("checkpointing.enabled") and facts.number("checkpointing.keep_top_k")
-    if not saves or not isinstance(metric, str):
-        return
-    if not metric.startswith("val:"):
+    if not saves or not isinstance(metric, str) or not metric.startswith("val:"):
         return
     period_key = f"{facts.algorithm}.val_period"
     period, saving = facts.number(period_key) or 0, facts.number("checkpointing.save_period")
-    if not period and not facts.is_true(f"{facts.algorithm}.val_at_end"):
+    has_data = facts.algorithm not in ("dpo", "rm") or facts.get("data.validation") or facts.get("data.val_data_paths")
+    if not has_data:
+        yield Hit(_METRIC, f"{metric}, but there are no data to validate on (data.validation), so the newest are kept")
+    elif not period and not facts.is_true(f"{facts.algorithm}.val_at_end"):
         yield Hit(
             _METRIC,
             f"{metric}, but {period_key}: {as_yaml(facts.get(period_key))} never validates, so no checkpoint has "
@@ -73,41 +73,69 @@ def _unranked_checkpoints(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
-@rule("GM351", "error", "NeMo-RL `grpo_train`, `validate`", refusals=("not found in {prefix} metrics",))
+@rule(
+    "GM351",
+    "error",
+    "NeMo-RL `grpo_train`, `validate`",
+    refusals=("must start with 'val:'",),
+    needs_loss=False,
+    applies_to_lab=False,
+)
 def _unreported_metric(facts: RecipeFacts) -> Iterator[Hit]:
     """Metric of checkpoints that the run does not report."""
-    metric, checkout, stop = facts.get(_METRIC), facts.nemo_rl, f"{facts.algorithm}.stop_at_validation_metric"
-    if checkout is None:
-        return
+    metric, stop = facts.get(_METRIC), facts.get(f"{facts.algorithm}.stop_at_validation_metric")
     if facts.is_true("checkpointing.enabled") and isinstance(metric, str):
-        yield from _metric_hits(_METRIC, metric, checkout, facts)
-    if isinstance(facts.get(stop), str):
-        yield from _metric_hits(stop, f"val:{facts.get(stop)}", checkout, facts)
+        yield from _metric_hits(_METRIC, metric, facts)
+    if isinstance(stop, str):
+        yield from _metric_hits(f"{facts.algorithm}.stop_at_validation_metric", f"val:{stop}", facts)
 
 
-def _metric_hits(key: str, metric: str, checkout: Path, facts: RecipeFacts) -> Iterator[Hit]:
+def _metric_hits(key: str, metric: str, facts: RecipeFacts) -> Iterator[Hit]:
     prefix, _, name = metric.partition(":")
-    source = source_texts(checkout).get(checkout / "nemo_rl" / "algorithms" / f"{facts.algorithm}.py", "")
-    literals = re.findall(r"\bval_metrics[^\n=]*= \{(.*?)\n +\}", source, re.DOTALL)
-    reported = re.findall(r"""["']([\w/]+)["']:""", "".join(literals)) + re.findall(r"val_metrics\[.(\w+).\] =", source)
-    if prefix == "val" and (not facts.validates or not reported or name in reported):
+    if prefix not in ("train", "val"):
+        reported = _reported("val", facts) or ["accuracy"]
+        guess = next(iter(nearest_word(metric.removeprefix("val_"), reported)), reported[0])
+        message = f"{metric}: NeMo-RL takes val: or train: with the name of a metric, and stops at the first checkpoint"
+        yield Hit(key, message, fix={key: f"val:{guess}"})
         return
+    reported = _reported(prefix, facts)
+    if not reported or name in reported or (prefix == "val" and not facts.validates):
+        return
+    # Metrics of the loss and of the rollouts are reported from other modules; some names are put together.
+    if (prefix == "train" or facts.algorithm == "distillation") and ("/" in name or _is_rollouts(name, prefix, facts)):
+        return
+    guess = next(iter(nearest_word(name, reported)), reported[0])
+    several = {"grpo.val_num_generations_per_prompt": 4}  # of which alone pass_k is reported
+    yield Hit(
+        key,
+        f"{facts.get(key)}: {'training' if prefix == 'train' else 'validation'} reports no {name}"
+        f"{' of one response a prompt' if name == 'pass_k' else ''}, and NeMo-RL stops at the first "
+        f"{'checkpoint' if key == _METRIC else 'validation'}",
+        fix=several if name == "pass_k" else {key: f"{prefix}:{guess}" if key == _METRIC else guess},
+    )
+
+
+def _reported(prefix: str, facts: RecipeFacts) -> list[str]:
+    """Return the names of metrics that training or validation reports, the usual one first; none if unknown."""
+    checkout, section = facts.nemo_rl, facts.algorithm
+    source = source_texts(checkout).get(checkout / "nemo_rl" / "algorithms" / f"{section}.py", "") if checkout else ""
     if prefix == "train":
-        # Metrics of the loss and of the rollouts are reported from other modules; some names are put together.
-        reported = re.findall(r"""^ +(?:metrics\[)?["'](\w+)["'](?:: |\] = )""", source, re.MULTILINE)
-        if "/" in name or is_in_source(checkout, f'"{name}"'):
-            return
-    guess = next(iter(nearest_word(name, reported)), "accuracy" if prefix == "val" else "reward")
-    if prefix in ("train", "val"):
-        reporter, use = (
-            "validation" if prefix == "val" else "training",
-            "checkpoint" if key == _METRIC else "validation",
-        )
-        yield Hit(
-            key,
-            f"{facts.get(key)}: {reporter} reports no {name}, and NeMo-RL stops at the first {use}",
-            fix={key: f"{prefix}:{guess}" if key == _METRIC else guess},
-        )
+        names = re.findall(r"""^ +(?:metrics\[)?["'](\w+)["'](?:: |\] = )""", source, re.MULTILINE)
+        return sorted(names, key=lambda name: name not in ("reward", "loss"))
+    if pairs := re.search(r"class \w+ValMetrics:\n((?: {4}\w+: \w+\n)+)", source):
+        names = re.findall(r"(\w+):", pairs[1])
+        return [f"validation-{each}_{name}" for each in facts.get("data.val_data_paths", ["default"]) for name in names]
+    literals = re.findall(r"\bval_metrics[^\n=]*= \{(.*?)\n? *\}\n", source, re.DOTALL)
+    names = re.findall(r"""["']([\w/]+)["']:""", "".join(literals))
+    has_several = facts.size("grpo.val_num_generations_per_prompt") > 1
+    return names + (re.findall(r"val_metrics\[.(\w+).\] =", source) if has_several else [])
+
+
+def _is_rollouts(name: str, prefix: str, facts: RecipeFacts) -> bool:
+    """Return True if NeMo-RL's source has the name of a metric outside the trainers, for validation in its rollouts."""
+    assert facts.nemo_rl is not None
+    rollouts = source_texts(facts.nemo_rl).get(facts.nemo_rl / "nemo_rl" / "experience" / "rollouts.py", "")
+    return is_in_source(facts.nemo_rl, f'"{name}"') if prefix == "train" else f'"{name}"' in rollouts
 
 
 @rule(

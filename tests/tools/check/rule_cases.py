@@ -160,6 +160,12 @@ COPIED_EXPERTS = {
 }
 PLUS_PLUS = {"grpo.adv_estimator.name": "reinforce_plus_plus"}
 VALIDATED = {"grpo.val_period": 10, "grpo.val_batch_size": 256}
+PAIRS_RANKED = {
+    "dpo.val_period": 10,
+    "grpo": None,
+    "loss_fn": None,
+    "checkpointing": {"enabled": True, "metric_name": "val:a", "keep_top_k": 3},
+}
 RANKED = {
     "grpo.val_period": 10,
     "checkpointing.enabled": True,
@@ -177,6 +183,15 @@ IN_REWARD = "loss_fn.use_kl_in_reward"
 RESPONSES = "grpo.num_generations_per_prompt"
 VALIDATED_SAMPLES = "grpo.max_val_samples"
 METRIC = "checkpointing.metric_name"
+BETTER = "checkpointing.higher_is_better"
+SEVERAL = {"grpo.val_num_generations_per_prompt": 4}
+FAILURE = "async_rl.rollout_failure"
+REWARDED = {"rm.max_num_epochs": 1, "grpo": None, "loss_fn": None, "policy.reward_model_cfg.enabled": True}
+TEACHERS = "on_policy_distillation"
+TEACHER = {
+    f"{TEACHERS}.teacher_model_by_agent_name": {"a": "m", "b": "m"},
+    f"{TEACHERS}.non_colocated_teachers": {"enabled": True},
+}
 SAMPLER_PRECISION = "policy.generation.vllm_cfg.precision"
 SAVE_PERIOD = "checkpointing.save_period"
 MICROBATCH = "policy.train_micro_batch_size"
@@ -208,6 +223,7 @@ LEFT_OUT = {"name": "grpo", "normalize_rewards": True, "use_leave_one_out_baseli
 THRESHOLD_OF_STOP = "grpo.stop_at_validation_threshold"
 GYM = "env.should_use_nemo_gym"
 ROUTER = "async_rl.generation_router"
+ROUTED = {f"{ROUTER}.enabled": True, f"{ROUTER}.backend_timeout_s": 10}
 DTENSOR_SP = "policy.dtensor_cfg.sequence_parallel"
 DISTILLED_ON = {"distillation.max_num_steps": 9, "grpo": None, "loss_fn": None}
 WAITING, BUFFER = {"async_rl.sampler.max_staleness_versions": 2}, "async_rl.max_buffered_rollouts"
@@ -578,6 +594,7 @@ CASES = {
     ],
     "GM217": [({**VALIDATED, VALIDATED_SAMPLES: 500}, {**VALIDATED, VALIDATED_SAMPLES: 10000})],
     "GM218": [
+        ({**PAIRS_RANKED}, {**PAIRS_RANKED, "data.validation": {"dataset_name": "a"}}),
         ({**RANKED, SAVE_PERIOD: 25}, {**RANKED, SAVE_PERIOD: 20}),
         ({**RANKED, "grpo.val_period": 0}, {**RANKED, "grpo.val_period": 0, "grpo.val_at_end": True}),
         ({**RANKED, SAVE_PERIOD: 25}, {**RANKED, SAVE_PERIOD: 25, METRIC: "train:reward"}),
@@ -606,6 +623,8 @@ CASES = {
             {SHAPING: True, **SHAPED},
         ),
         ({"grpo.invalid_tool_call_advantage": 5.0}, {"grpo.invalid_tool_call_advantage": -5.0}),
+        ({**RANKED, METRIC: "val:val_loss", BETTER: True}, {**RANKED, METRIC: "val:val_loss", BETTER: False}),
+        ({"ppo.max_num_steps": 9, "ppo.policy_training_start_step": 9}, {"ppo.max_num_steps": 9}),
         *(
             ({SCALING: {**SCALED, name: value}}, {SCALING: {**SCALED, name: value, "enabled": False}})
             for name, value in (("source_max", 0.0), ("source_min", 2.0), ("target_max", -1.0))
@@ -675,10 +694,44 @@ CASES = {
                 ),
                 ({"data.use_multiple_dataloader": True}, {PER_LOADER: 8}),
                 ({STOP: "accuracy"}, {THRESHOLD_OF_STOP: 0.9}),
-                ({STOP: "pass_k", THRESHOLD_OF_STOP: 0.9}, {"grpo.val_num_generations_per_prompt": 4}),
                 (
                     {"ppo.x": 1, "value.dtensor_cfg.enabled": True, "value.sequence_packing.enabled": True},
                     {"ppo": None},
+                ),
+                ({"policy.generation.refit_transport": "nccl_reshard", ETP: 2}, {ETP: 1}),
+                ({"policy.generation.refit_transport": "vllm_s3_sparse", **DTENSOR}, {**MEGATRON, **APART}),
+                (
+                    {TP: 2, "policy.megatron_cfg.transformer_impl": "inference_optimized"},
+                    {"policy.megatron_cfg.sequence_parallel": True},
+                ),
+                ({"policy.quant_cfg": "INT8", **DTENSOR}, MEGATRON),
+                ({f"{VLLM}.is_mx": True}, {SAMPLER_PRECISION: "fp8", CORRECT: True}),
+                ({BACKEND: "trtllm", "policy.generation.trtllm_cfg.async_engine": False}, {BACKEND: "vllm"}),
+                ({BACKEND: "dynamo", "grpo.async_grpo.in_flight_weight_updates": True}, {BACKEND: "vllm"}),
+                ({"data.default.processor": "vlm_a", f"{VLLM}.skip_tokenizer_init": True}, {BACKEND: "megatron"}),
+                ({"on_policy_distillation.enabled": True, FORCED: True, BATCH: 512}, {THRESHOLD: 2.0}),
+                ({**SINGLE_FITS, f"{FAILURE}.nemo_gym.rollout_timeout_s": 9}, GYM_FITS),
+                ({**SINGLE_FITS, **GYM_FITS, f"{FAILURE}.native.env_timeout_s": 9}, {GYM: False}),
+                (
+                    {
+                        f"{FAILURE}.nemo_gym.rollout_timeout_s": 9,
+                        "async_rl.stall_watchdog.stall_timeout_s": 9,
+                        **GYM_FITS,
+                    },
+                    {"async_rl": None},
+                ),
+                (
+                    {**SINGLE_FITS, **GYM_FITS, f"{FAILURE}.nemo_gym.rollout_timeout_s": 9, **ROUTED},
+                    {f"{ROUTER}.backend_timeout_s": 8},
+                ),
+                ({**SINGLE_FITS, "grpo.async_grpo.enabled": False}, {"grpo.async_grpo": None}),
+                ({"ppo.x": 1, "value.dtensor_cfg.enabled": True, "value.dtensor_cfg._v2": False}, {"ppo": None}),
+                ({**REWARDED, "policy.reward_model_cfg.enabled": False}, {"policy.reward_model_cfg.enabled": True}),
+                ({"data.default.env_name": "reward_model", "env.reward_model.max_grad_norm": 1}, {"data": None}),
+                # The critic and the teacher are models as the policy is.
+                *(
+                    ({f"{model}.dtensor_cfg": {"enabled": True, "dp_replicate_size": 2}}, {f"{model}.dtensor_cfg": {}})
+                    for model in ("value", "teacher")
                 ),
             )
         ),
@@ -792,6 +845,18 @@ CASES = {
                 {"policy.generation.sglang_cfg.sglang_server_config.num_gpus_per_engine": 2},
             ),
             ({"env.should_use_nemo_gym": True}, {"policy.generation.top_k": 50}, {}),
+            ({FUSED: True, PACKING: False}, {CP: 2}, {}),
+            ({"ppo.x": 1}, {"policy.generation.refit_transport": "nixl"}, {}),
+            (DISTILLED_ON, {"policy.generation.refit_transport": "vllm_s3_sparse"}, {}),
+            ({**REWARDED, PACKING: False}, {**DTENSOR_CP}, {**DTENSOR}),
+            ({**REWARDED, PACKING: False}, MEGATRON, DTENSOR),
+            ({"data_plane.enabled": True, **GYM_FITS}, {"grpo.malformed_thinking_advantage": -1.0}, {}),
+            ({**DTENSOR_CP, PACKING: False}, {MODEL: "Qwen/Qwen3.5-9B"}, {MODEL: "Qwen/Qwen3-8B"}),
+            (
+                {**CARDS, BACKEND: "sglang"},
+                {"policy.generation.sglang_cfg.sglang_server_config.num_gpus": 32},
+                {"policy.generation.sglang_cfg.sglang_server_config.num_gpus": 16},
+            ),
             ({"env.should_use_nemo_gym": True}, {"policy.generation.stop_strings": ["x"]}, {}),
             (
                 {"data.default.env_name": "reward_model", "env.reward_model.resources.gpus_per_node": 1},
@@ -840,11 +905,48 @@ CASES = {
         (
             {STOP: "reward", **VALIDATED, "reads": NEWEST},
             {STOP: "accuracy", **VALIDATED, "reads": NEWEST},
-        )
+        ),
+        ({STOP: "pass_k", **VALIDATED, "reads": NEWEST}, {STOP: "pass_k", **VALIDATED, **SEVERAL, "reads": NEWEST}),
+        ({**SAVED, METRIC: "val_reward"}, {METRIC: "val_reward"}),
+        *(
+            ({**pairs, METRIC: f"val:validation-{wrong}"}, {**pairs, METRIC: f"val:validation-{right}"})
+            for pairs in ({**DPO, "grpo": None, **SAVED, "dpo.val_period": 5, PACKING: False, "reads": NEWEST},)
+            for wrong, right in (("default_los", "default_loss"), ("loss", "default_accuracy"))
+        ),
     ]
     + [
-        ({**SAVED, **VALIDATED, METRIC: wrong, "reads": NEWEST}, {**SAVED, **VALIDATED, METRIC: right, "reads": NEWEST})
+        (
+            {**SAVED, **VALIDATED, METRIC: wrong, "reads": NEWEST},
+            {**SAVED, **VALIDATED, **SEVERAL, METRIC: right, "reads": NEWEST},
+        )
         for wrong, right in (("val:acuracy", "val:pass_k"), ("train:rewards", "train:reward"), ("val:x", "train:a/b"))
+    ],
+    "GM359": [
+        (
+            {MODEL: "Qwen/Qwen3-4B", f"{section}.model_name": wrong},
+            {MODEL: "Qwen/Qwen3-4B", f"{section}.model_name": right},
+        )
+        for section, wrong, right in (
+            ("teacher", "meta-llama/Llama-3.1-70B", "Qwen/Qwen3-32B"),
+            ("teacher", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-3B"),
+            ("value", "meta-llama/Llama-3.2-1B", "Qwen/Qwen2.5-7B"),
+        )
+    ],
+    "GM411": [
+        (
+            {MODEL: "Qwen/Qwen2.5-Math-7B-Instruct", f"{VLLM}.max_model_len": 8192},
+            {MODEL: "Qwen/Qwen2.5-Math-7B-Instruct", f"{VLLM}.max_model_len": 4096},
+        ),
+        (
+            {MODEL: "Qwen/Qwen3-4B-Base", f"{VLLM}.max_model_len": 40960},
+            {MODEL: "Qwen/Qwen3-4B", f"{VLLM}.max_model_len": 40960},
+        ),
+    ],
+    "GM229": [
+        (
+            {"env.vlm.reward_functions": [{"name": "format", "weight": 1.0}, {"name": "exact_alnum", "weight": 0.0}]},
+            {"env.vlm.reward_functions": [{"name": "format", "weight": 0.2}, {"name": "exact_alnum", "weight": 0.8}]},
+        )
     ],
     "GM307": [
         ({TP: 4, SCORING: 8}, {TP: 4}),
@@ -853,7 +955,6 @@ CASES = {
     ],
     "GM308": [
         ({FUSED: True}, FUSED_FITS),
-        ({**FUSED_FITS, CP: 2}, FUSED_FITS),
         ({**FUSED_FITS, TOP_P: 0.9}, {TOP_P: 0.9}),
         ({FUSED_BEFORE: True, PACKING: False}, FUSED_FITS),
     ],
@@ -1074,6 +1175,12 @@ CASES = {
         ({**CARDS, EP: 3}, {EP: 3}),
     ],
     "GM331": [
+        ({**CARDS, **TEACHER, **APART}, {**CARDS, **TEACHER, **APART, "cluster.num_nodes": 3}),
+        ({**CARDS, **TEACHER, "cluster.num_nodes": 1}, {**CARDS, **TEACHER}),
+        (
+            {**CARDS, "data.default.env_name": "reward_model", "env.reward_model.resources.num_nodes": 2},
+            {**CARDS, "data.default.env_name": "reward_model", "env.reward_model.resources.num_nodes": 1},
+        ),
         (
             {**DISTILLED_ON, **CARDS, "cluster.num_nodes": 1, COLOCATED: {"enabled": False, "resources": {}}},
             {**DISTILLED_ON, **CARDS, **APART},
@@ -1094,7 +1201,9 @@ CASES = {
     ],
     "GM332": [
         ({**CARDS, "cluster.num_nodes": 3}, CARDS),
-        ({**CARDS, "cluster.num_nodes": 3}, {**CARDS, "cluster.num_nodes": 3, "dpo.max_num_steps": 10}),
+        ({**CARDS, "cluster.num_nodes": 3, **DPO, "grpo": None}, {**CARDS, **DPO, "grpo": None}),
+        ({**REWARDED, **CARDS, "rm.val_global_batch_size": 30}, {**REWARDED, **CARDS, "rm.val_global_batch_size": 32}),
+        ({**CARDS, "value": {"train_global_batch_size": 30}}, {**CARDS, "value": {"train_global_batch_size": 64}}),
         ({**CARDS, PACKING: False, MICROBATCH: 3}, {**CARDS, MICROBATCH: 3}),
         ({**CARDS, PACKING: False, MICROBATCH: 3}, {**CARDS, PACKING: False}),
     ],
@@ -1136,15 +1245,14 @@ CASES = {
         (COPIED_EXPERTS, {**COPIED_EXPERTS, "megatron": ""}),
         ({**COPIED_EXPERTS, TP: 4, ETP: 2}, {**COPIED_EXPERTS, TP: 1}),
     ],
-    "GM338": [
-        ({**SAVED, METRIC: "val_reward"}, {**SAVED, METRIC: "val:accuracy"}),
-        (
-            {**SAVED, **VALIDATED, METRIC: "val:pass_k"},
-            {**SAVED, **VALIDATED, METRIC: "val:pass_k", "grpo.val_num_generations_per_prompt": 2},
-        ),
-        ({**SAVED, METRIC: "val_reward"}, {METRIC: "val_reward"}),
-    ],
     "GM339": [
+        ({"grpo.max_num_steps": 0}, {"grpo.max_num_steps": 1}),
+        ({"grpo.max_num_epochs": -1}, {**ASYNC, "grpo.max_num_epochs": -1}),
+        ({**DISTILLED_ON, "distillation.topk_logits_k": 0}, {**DISTILLED_ON, "distillation.topk_logits_k": 64}),
+        (
+            {**REWARDED, "rm.val_period": 9, "rm.val_micro_batch_size": 0},
+            {**REWARDED, "rm.val_period": 9, "rm.val_micro_batch_size": 1},
+        ),
         ({**READY_FIRST, **WAITING, BUFFER: 64}, {**READY_FIRST, **WAITING, BUFFER: 96}),
         ({BATCH: 0}, {BATCH: 128}),
         ({SAVE_PERIOD: 0}, {SAVE_PERIOD: 1}),
@@ -1198,6 +1306,7 @@ CASES = {
             {"policy.precision": "float16", f"{OPTIMIZER}.fp16": True},
         ),
         ({f"{OPTIMIZER}.bf16": False}, {f"{OPTIMIZER}.bf16": True}),
+        ({"policy.precision": "float32", f"{OPTIMIZER}.bf16": True}, {f"{OPTIMIZER}.bf16": True}),
         (
             {f"{OPTIMIZER}.bf16": False},
             {f"{OPTIMIZER}.bf16": False, f"{OPTIMIZER}.use_precision_aware_optimizer": False},

@@ -118,6 +118,11 @@ def grpo_train():
         "reward": rewards,
     }
 """,
+    "algorithms/dpo.py": """
+class DPOValMetrics:
+    loss: float
+    accuracy: float
+""",
 }
 USED_WORDS = """
 policy:
