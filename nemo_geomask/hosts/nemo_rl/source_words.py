@@ -62,6 +62,12 @@ def is_in_source(checkout: Path, text: str) -> bool:
 
 
 @functools.cache
+def is_read_without_default(checkout: Path, key: str) -> bool:
+    """Return True if NeMo-RL reads a key as ``config["key"]``, and sets it nowhere."""
+    return is_in_source(checkout, f'["{key}"]') and not is_in_source(checkout, f'["{key}"] = ')
+
+
+@functools.cache
 def words_in_source(checkout: Path, section: str, key: str, algorithm: str) -> SourceWords:
     """Return the words that NeMo-RL compares a key with.
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.errors import Problem
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_FIELDS
+from nemo_geomask.hosts.nemo_rl.source_words import is_read_without_default
 from nemo_geomask.tools.check.config_classes import generation_section, master_section
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
@@ -90,14 +91,15 @@ def _mismatches(facts: RecipeFacts) -> Iterator[RefusedValue]:
         if mismatch.key.partition(".")[0] != "loss_fn":
             reported_keys.add(mismatch.key)
             yield mismatch
-    # NeMo-RL does not validate the backend's own settings. Its recipes have null there for a default, and numbers as
-    # values of environment variables.
+    # NeMo-RL does not validate the backend's own settings. What is missing or null there matters only if it is read
+    # without a default, and its recipes have numbers as values of environment variables.
     generation = facts.get("policy.generation")
     backend = generation_section(facts.nemo_rl, str(facts.get("policy.generation.backend")))
     if backend is not None and isinstance(generation, dict):
         for mismatch in mismatches(backend, generation, "policy.generation"):
-            is_harmless = facts.get(mismatch.key) is None or "a text" in mismatch.expected
-            if not mismatch.is_missing and not is_harmless and mismatch.key not in reported_keys:
+            is_empty, name = facts.get(mismatch.key) is None, mismatch.key.rpartition(".")[2]
+            is_wrong = is_read_without_default(facts.nemo_rl, name) if is_empty else "a text" not in mismatch.expected
+            if is_wrong and mismatch.key not in reported_keys:
                 yield mismatch
 
 

@@ -229,10 +229,7 @@ DISTILLED_ON = {"distillation.max_num_steps": 9, "grpo": None, "loss_fn": None}
 WAITING, BUFFER = {"async_rl.sampler.max_staleness_versions": 2}, "async_rl.max_buffered_rollouts"
 READY_FIRST = {**SINGLE_FITS, "async_rl.sampler.name": "ready_first"}
 PPO_AGE = "ppo.async_ppo.max_trajectory_age_steps"
-GYM_FITS = {
-    GYM: True,
-    **{f"policy.generation.vllm_cfg.{name}": True for name in ("async_engine", "expose_http_server")},
-}
+GYM_FITS = {GYM: True}
 OPTIMIZER = "policy.megatron_cfg.optimizer"
 _YARN = ("original_max_position_embeddings", "mscale", "mscale_all_dim")
 MEGATRON_YARN = {**MEGATRON, **{f"policy.hf_config_overrides.rope_scaling.{name}": 1 for name in _YARN}}
@@ -271,7 +268,7 @@ CASES = {
         ({"policy.sequence_packing.enabld": True, "reads": NEWEST}, {PACKING: True, "reads": NEWEST}),
         # Another name, which NeMo-RL has in no example: a word more, one letter of few, a section that none has.
         ({"grpo.num_prompts_per_stp": 4, "reads": NEWEST}, {"grpo.num_val_prompts_per_step": 4, "reads": NEWEST}),
-        ({"policy.generation.temprature": 1.0, "reads": NEWEST}, {"policy.generation.top_n": 0, "reads": NEWEST}),
+        ({"policy.generation.temprature": 1.0, "reads": NEWEST}, {"policy.tokenizer.top_n": 0, "reads": NEWEST}),
         ({"policy.generatio": {}, "reads": NEWEST}, {"policy.tokenizer.train_micro_batch_sze": 4, "reads": NEWEST}),
     ],
     "GM008": [
@@ -295,7 +292,11 @@ CASES = {
         ),
     ],
     "GM009": [
-        ({"policy.dtensor_cfg": {"enabled": True}, **TYPED}, {"policy.dtensor_cfg": {"enabled": False}, **TYPED})
+        ({"policy.dtensor_cfg": {"enabled": True}, **TYPED}, {"policy.dtensor_cfg": {"enabled": False}, **TYPED}),
+        (
+            {"policy.generation.backend": "sglang", **TYPED},
+            {"policy.generation.backend": "sglang", "policy.generation.sglang_cfg.tp_size": 1, **TYPED},
+        ),
     ],
     "GM101": [
         (
@@ -679,7 +680,11 @@ CASES = {
                     {f"{ROUTER}.port_range_low": 7},
                 ),
                 ({"ppo.async_ppo.warmup_generation_lead_steps": 1, PPO_AGE: 2}, {PPO_AGE: 1}),
-                ({GYM: True}, GYM_FITS),
+                (
+                    {GYM: True, "policy.generation.backend": "megatron"},
+                    {"policy.generation.mcore_generation_config.expose_http_server": True},
+                ),
+                ({GYM: True, "grpo.max_val_samples": 256}, {"grpo.max_val_samples": None}),
                 ({"policy.generation.refit_transport": "nixl"}, {"policy.generation.colocated.enabled": False}),
                 (
                     {**MEGATRON, f"{OPTIMIZER}.optimizer_cpu_offload": True},

@@ -95,6 +95,14 @@ def create_env(env_name):
 def register_env(env_name, name):
     ENV_REGISTRY[env_name] = name
 """,
+    "models/generation/sglang/config.py": """
+class SGLangConfig(TypedDict):
+    sglang_cfg: dict[str, Any]
+
+
+def start(config):
+    return config["sglang_cfg"]
+""",
     "environments/math_environment.py": """
 class One(Environment):
     key = "reward"
