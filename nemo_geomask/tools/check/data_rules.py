@@ -102,6 +102,8 @@ def _reward_without_weight(facts: RecipeFacts) -> Iterator[Hit]:
     """Reward that never counts."""
     for name, environment in (facts.get("env") or {}).items():
         functions = environment.get("reward_functions") if isinstance(environment, Mapping) else None
+        if functions == []:
+            yield Hit(f"env.{name}.reward_functions", "an empty list, and NeMo-RL does not start; name a reward")
         for index, function in enumerate(functions if isinstance(functions, list) else ()):
             key = f"env.{name}.reward_functions[{index}].weight"
             if isinstance(function, Mapping) and facts.number(key) == 0:

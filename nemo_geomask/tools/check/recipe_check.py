@@ -166,7 +166,7 @@ def check(facts: RecipeFacts, *, ignore: Collection[str] = ()) -> Report:
             findings += _findings(rule, facts)
         elif rule.id not in ignored_ids:
             unchecked.append((rule, unknown))
-    findings = _without_consequences(findings, facts)
+    findings = [_without_refused_fix(each, facts) for each in _without_consequences(findings, facts)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.rule.severity))
     return Report(
         tuple(finding for finding in findings if finding.rule.id not in ignored_ids),
@@ -184,6 +184,16 @@ def _without_consequences(findings: list[Finding], facts: RecipeFacts) -> list[F
             others = {finding.rule for finding in findings} - {cause.rule}
             settled |= {rule.id for rule in others if not any(_findings(rule, fixed))}
     return [finding for finding in findings if finding.rule.id not in settled]
+
+
+def _without_refused_fix(finding: Finding, facts: RecipeFacts) -> Finding:
+    """Leave out a word that resembles one that NeMo-RL knows, but refuses in this recipe."""
+    if finding.rule.id != "GM324" or not (word := finding.fix.get(finding.key)):
+        return finding
+    fixed, needs = facts.with_setting(finding.key, word), next(rule for rule in RULES if rule.id == "GM346")
+    if all(each.key != finding.key for each in _findings(needs, fixed)):
+        return finding
+    return replace(finding, fix={}, message=finding.message.removesuffix(f"; set {inline_yaml(word)}"))
 
 
 def _findings(rule: Rule, facts: RecipeFacts) -> Iterator[Finding]:

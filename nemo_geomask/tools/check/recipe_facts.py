@@ -240,9 +240,10 @@ class RecipeFacts:
         return max(ages, default=None)
 
     @property
-    def ready_first_groups(self) -> int | None:
-        """Number of prompts whose responses the sampler ``ready_first`` buffers at most; None if it is not set."""
-        prompts, lag = self.number("grpo.num_prompts_per_step"), self.number("async_rl.sampler.max_staleness_versions")
+    def buffered_groups(self) -> int | None:
+        """Number of prompts whose responses the single controller's sampler buffers at most; None if it is not set."""
+        window = "lookahead" if self.get("async_rl.sampler.name") == "in_order" else "staleness"
+        lag, prompts = self.number(f"async_rl.sampler.max_{window}_versions"), self.number("grpo.num_prompts_per_step")
         return None if prompts is None or lag is None else int(prompts * (lag + 1))
 
     @property

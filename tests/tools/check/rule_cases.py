@@ -187,6 +187,7 @@ BETTER = "checkpointing.higher_is_better"
 SEVERAL = {"grpo.val_num_generations_per_prompt": 4}
 FAILURE = "async_rl.rollout_failure"
 REWARDED = {"rm.max_num_epochs": 1, "grpo": None, "loss_fn": None, "policy.reward_model_cfg.enabled": True}
+REWARDED["policy.reward_model_cfg.reward_model_type"] = "bradley_terry"
 TEACHERS = "on_policy_distillation"
 TEACHER = {
     f"{TEACHERS}.teacher_model_by_agent_name": {"a": "m", "b": "m"},
@@ -227,6 +228,7 @@ ROUTED = {f"{ROUTER}.enabled": True, f"{ROUTER}.backend_timeout_s": 10}
 DTENSOR_SP = "policy.dtensor_cfg.sequence_parallel"
 DISTILLED_ON = {"distillation.max_num_steps": 9, "grpo": None, "loss_fn": None}
 WAITING, BUFFER = {"async_rl.sampler.max_staleness_versions": 2}, "async_rl.max_buffered_rollouts"
+IN_ORDER = {**SINGLE_FITS, "async_rl.sampler": {"name": "in_order", "max_lookahead_versions": 2}}
 READY_FIRST = {**SINGLE_FITS, "async_rl.sampler.name": "ready_first"}
 PPO_AGE = "ppo.async_ppo.max_trajectory_age_steps"
 GYM_FITS = {GYM: True}
@@ -626,6 +628,7 @@ CASES = {
         ({"grpo.invalid_tool_call_advantage": 5.0}, {"grpo.invalid_tool_call_advantage": -5.0}),
         ({**RANKED, METRIC: "val:val_loss", BETTER: True}, {**RANKED, METRIC: "val:val_loss", BETTER: False}),
         ({"ppo.max_num_steps": 9, "ppo.policy_training_start_step": 9}, {"ppo.max_num_steps": 9}),
+        ({"ppo.x": 1, "value_loss_fn.scale": 0}, {"ppo.x": 1, "value_loss_fn.scale": 0.5}),
         *(
             ({SCALING: {**SCALED, name: value}}, {SCALING: {**SCALED, name: value, "enabled": False}})
             for name, value in (("source_max", 0.0), ("source_min", 2.0), ("target_max", -1.0))
@@ -733,6 +736,12 @@ CASES = {
                 ({"ppo.x": 1, "value.dtensor_cfg.enabled": True, "value.dtensor_cfg._v2": False}, {"ppo": None}),
                 ({**REWARDED, "policy.reward_model_cfg.enabled": False}, {"policy.reward_model_cfg.enabled": True}),
                 ({"data.default.env_name": "reward_model", "env.reward_model.max_grad_norm": 1}, {"data": None}),
+                ({ESTIMATOR: "opd"}, {f"{TEACHERS}.enabled": True}),
+                (
+                    {**CARDS, **TEACHER, f"{TEACHERS}.non_colocated_teachers.default_teacher_cfg.gpus_per_node": 16},
+                    {TEACHERS: None},
+                ),
+                ({"teachers": [], **DISTILLED_ON}, V2),
                 # The critic and the teacher are models as the policy is.
                 *(
                     ({f"{model}.dtensor_cfg": {"enabled": True, "dp_replicate_size": 2}}, {f"{model}.dtensor_cfg": {}})
@@ -853,6 +862,8 @@ CASES = {
             ({FUSED: True, PACKING: False}, {CP: 2}, {}),
             ({"ppo.x": 1}, {"policy.generation.refit_transport": "nixl"}, {}),
             (DISTILLED_ON, {"policy.generation.refit_transport": "vllm_s3_sparse"}, {}),
+            (DISTILLED_ON, {BACKEND: "sglang"}, {BACKEND: "megatron"}),
+            ({**DPO, "grpo": None, PACKING: False}, {"dpo.sft_loss_weight": -1}, {"dpo.sft_loss_weight": 0.1}),
             ({**REWARDED, PACKING: False}, {**DTENSOR_CP}, {**DTENSOR}),
             ({**REWARDED, PACKING: False}, MEGATRON, DTENSOR),
             ({"data_plane.enabled": True, **GYM_FITS}, {"grpo.malformed_thinking_advantage": -1.0}, {}),
@@ -951,7 +962,8 @@ CASES = {
         (
             {"env.vlm.reward_functions": [{"name": "format", "weight": 1.0}, {"name": "exact_alnum", "weight": 0.0}]},
             {"env.vlm.reward_functions": [{"name": "format", "weight": 0.2}, {"name": "exact_alnum", "weight": 0.8}]},
-        )
+        ),
+        ({"env.vlm.reward_functions": []}, {"env.vlm.reward_functions": None}),
     ],
     "GM307": [
         ({TP: 4, SCORING: 8}, {TP: 4}),
@@ -1251,6 +1263,7 @@ CASES = {
         ({**COPIED_EXPERTS, TP: 4, ETP: 2}, {**COPIED_EXPERTS, TP: 1}),
     ],
     "GM339": [
+        ({"eval.k_value": 8, "eval.num_tests_per_prompt": 4}, {"eval.k_value": 4, "eval.num_tests_per_prompt": 4}),
         ({"grpo.max_num_steps": 0}, {"grpo.max_num_steps": 1}),
         ({"grpo.max_num_epochs": -1}, {**ASYNC, "grpo.max_num_epochs": -1}),
         ({**DISTILLED_ON, "distillation.topk_logits_k": 0}, {**DISTILLED_ON, "distillation.topk_logits_k": 64}),
@@ -1259,6 +1272,7 @@ CASES = {
             {**REWARDED, "rm.val_period": 9, "rm.val_micro_batch_size": 1},
         ),
         ({**READY_FIRST, **WAITING, BUFFER: 64}, {**READY_FIRST, **WAITING, BUFFER: 96}),
+        ({**IN_ORDER, BUFFER: 64}, {**IN_ORDER, BUFFER: 96}),
         ({BATCH: 0}, {BATCH: 128}),
         ({SAVE_PERIOD: 0}, {SAVE_PERIOD: 1}),
         ({RATE: -1e-6}, {RATE: 0.0}),

@@ -27,6 +27,8 @@ def start(config, generation_config, adv_estimator_config, dataset_name):
         pass
     else:
         raise ValueError(backend)
+    if generation_config["refit_transport"] not in ("nccl_reshard", "nixl"):
+        raise ValueError(backend)
     assert config["precision"] in ("float32", "bfloat16", "float16")
     name = adv_estimator_config.name
     if name == "grpo":

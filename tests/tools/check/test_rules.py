@@ -247,6 +247,14 @@ def test_advice_about_what_is_refused_anyway_is_left_out(changes, expected, find
     assert sorted(ids & {"GM009", "GM102", "GM322", "GM352", "GM409"}) == expected
 
 
+def test_a_word_that_the_recipe_can_not_have_is_not_proposed(findings):
+    key = "policy.generation.refit_transport"
+    for backend, fix in ((V2, {}), ({}, {key: "nccl_reshard"})):
+        (hit,) = (each for each in findings({**backend, key: "nccl", "reads": NEWEST}) if each.rule.id == "GM324")
+        assert hit.fix == fix
+        assert ("set nccl_reshard" in hit.message) == bool(fix)
+
+
 def test_a_bound_of_zero_is_not_copied_to_what_exceeds_it(findings):
     rates = {"policy.megatron_cfg.optimizer": {"lr": 0, "min_lr": 0}}
     warmup = "policy.megatron_cfg.scheduler.lr_warmup_init"
