@@ -1,4 +1,4 @@
-"""Words that NeMo-RL's source compares the value of a key with, and those that its recipes use.
+"""Words that NeMo-RL's source compares the value of a key with, and the words and numbers that its recipes use.
 
 ``config["generation"]["backend"] == "vllm"``, ``name in REGISTRY``, ``REGISTRY[name]``, a ``Literal`` and an ``Enum``
 each tell words of a key. The set is closed if the source refuses all others: by a ``raise`` at the end of a chain of
@@ -27,7 +27,10 @@ _DATASETS = {"dpo": "preference_datasets", "rm": "preference_datasets", "eval": 
 # A key that an expression reads at its end, and the section before it: x["key"], x.get("key"), x.key.
 _READ = re.compile(r"""\['([^']+)'\]|\.(?:get|pop)\('(\w+)'[^()]*\)|(?:^|\.)([A-Za-z_]\w*)(?=$|[.\[])""")
 _FORM = re.compile(r"'\W' not in .*")
-_SETTING = re.compile(r"""^([ \t-]*)(\w+):[ \t]*["']?([A-Za-z][\w.:-]*)?["']?[ \t]*(?:#.*)?$""", re.MULTILINE)
+_SETTING = re.compile(r"""^([ \t-]*)(\w+):[ \t]*["']?([\w.:+-]+|\$\{.*?\})?["']?[ \t]*(?:#.*)?$""", re.MULTILINE)
+_DEFINITION = re.compile(r"^ *(?:class )?([A-Z]\w+)\b[^\n]*[=:]", re.MULTILINE)
+_ADDITION = re.compile(r"\b([A-Z]\w+)\[\w+\] =")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
 class WordComparison(NamedTuple):
@@ -118,19 +121,36 @@ def _overlap(first: str, second: str) -> bool:
 
 
 @functools.cache
-def words_in_recipes(checkout: Path) -> Mapping[tuple[str, str], frozenset[str]]:
-    """Return the words that NeMo-RL's recipes set each key to, by the names of its section and of itself."""
-    words: dict[tuple[str, str], set[str]] = {}
+def settings_in_recipes(checkout: Path) -> Mapping[tuple[str, str], tuple[str, ...]]:
+    """Return the values that NeMo-RL's recipes set each key to, by the names of its section and of itself."""
+    values: dict[tuple[str, str], tuple[str, ...]] = {}
     for path in (checkout / "examples").rglob("*.yaml"):
         sections = [(-1, "")]
-        for indent, key, word in _SETTING.findall(read_source(path)):
+        for indent, key, value in _SETTING.findall(read_source(path)):
             while sections[-1][0] >= len(indent):
                 sections.pop()
-            if word:
-                words.setdefault((sections[-1][1], key), set()).add(word)
+            if value:
+                place = (sections[-1][1], key)
+                values[place] = (*values.get(place, ()), value)
             else:
                 sections.append((len(indent), key))
-    return {key: frozenset(values) for key, values in words.items()}
+    return values
+
+
+def words_in_recipes(checkout: Path, section: str, key: str) -> frozenset[str]:
+    """Return the words that NeMo-RL's recipes set a key to, in sections of a name."""
+    return frozenset(value for value in settings_in_recipes(checkout).get((section, key), ()) if value[0].isalpha())
+
+
+@functools.cache
+def numbers_in_recipes(checkout: Path, section: str, key: str) -> tuple[float, ...]:
+    """Return the numbers that NeMo-RL's recipes set a key to, in sections of a name; one for each setting.
+
+    Where one of them takes the value from other settings, numbers alone don't tell what is usual; then there are none.
+    """
+    texts = settings_in_recipes(checkout).get((section, key), ())
+    follows = any(text.startswith("$") for text in texts)
+    return () if follows else tuple(float(text) for text in texts if _NUMBER.fullmatch(text))
 
 
 @functools.cache
@@ -165,19 +185,35 @@ def _parsed(text: str) -> ast.Module:
 @functools.cache
 def _constant(checkout: Path, path: Path, name: str) -> tuple[tuple[str, ...], bool]:
     """Return the words of a constant or an ``Enum`` that a module uses, and True if no function adds to it."""
-    definition = re.compile(rf"^ *(class )?{name}\b[^\n]*[=:]", re.MULTILINE)
-    own_text = source_texts(checkout)[path]
-    texts = [text for text in source_texts(checkout).values() if name in text]
-    texts = [own_text] if definition.search(own_text) else texts
-    words: list[str] = []
-    for node in (node for text in texts if definition.search(text) for node in ast.walk(_parsed(text))):
+    modules, added = _definitions(checkout)
+    paths = [path] if path in modules.get(name, ()) else modules.get(name, ())
+    return tuple(word for each in paths for word in _constants(checkout, each).get(name, ())), name not in added
+
+
+@functools.cache
+def _definitions(checkout: Path) -> tuple[Mapping[str, list[Path]], frozenset[str]]:
+    """Return the modules that define each constant or class, and the names to which a statement adds items."""
+    modules: dict[str, list[Path]] = {}
+    for path, text in source_texts(checkout).items():
+        for name in dict.fromkeys(_DEFINITION.findall(text)):
+            modules.setdefault(name, []).append(path)
+    added = (name for text in source_texts(checkout).values() for name in _ADDITION.findall(text))
+    return modules, frozenset(added)
+
+
+@functools.cache
+def _constants(checkout: Path, path: Path) -> Mapping[str, list[str]]:
+    """Return the words of each constant and ``Enum`` that a module defines."""
+    words: dict[str, list[str]] = {}
+    for node in ast.walk(_parsed(source_texts(checkout)[path])):
         match node:
-            case ast.ClassDef() if node.name == name and any("Enum" in ast.unparse(base) for base in node.bases):
+            case ast.ClassDef(name) if any("Enum" in ast.unparse(base) for base in node.bases):
                 for member in (each for each in node.body if isinstance(each, ast.Assign)):
-                    words += [*map(ast.unparse, member.targets), *_literal_words(member.value)]
-            case ast.Assign(targets=[ast.Name(target)]) | ast.AnnAssign(target=ast.Name(target)) if target == name:
-                words += _literal_words(node.value)
-    return tuple(words), not any(re.search(rf"\b{name}\[\w+\] =", text) for text in texts)
+                    own = [*map(ast.unparse, member.targets), *_literal_words(member.value)]
+                    words[name] = [*words.get(name, ()), *own]
+            case ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)) if name[:1].isupper():
+                words[name] = [*words.get(name, ()), *_literal_words(node.value)]
+    return words
 
 
 def _literal_words(node: ast.expr | None) -> list[str]:

@@ -176,7 +176,9 @@ def check(facts: RecipeFacts, *, ignore: Collection[str] = ()) -> Report:
 
 
 def _without_consequences(findings: list[Finding], facts: RecipeFacts) -> list[Finding]:
-    """Leave out advice about settings that have to be given up: it would lead to their refusal."""
+    """Leave out what another finding says better, and advice about settings that have to be given up."""
+    explained = {finding.key for finding in findings if not finding.rule.gives_way}
+    findings = [finding for finding in findings if not finding.rule.gives_way or finding.key not in explained]
     settled: set[str] = set()
     for cause in (each for each in findings if each.rule.gives_up):
         for key, value in cause.fix.items():

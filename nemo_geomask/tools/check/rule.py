@@ -54,6 +54,7 @@ class Rule:
         models: sections of further models, such as PPO's ``value`` or a ``teacher``, that the rule is about as well.
         needs_loss: False if the rule also applies to a recipe that trains no policy loss, such as one of DPO.
         applies_to_lab: False if the rule is about sections or defaults that a recipe of ``nemo-geomask lab`` lacks.
+        gives_way: True if the rule says nothing about a setting that another finding is about.
         gives_up: True if a setting that it finds has to be given up, so that advice about the setting is left out.
         may_be_ignored: False if neither ``--ignore`` nor a comment silences the rule.
     """
@@ -68,6 +69,7 @@ class Rule:
     models: tuple[str, ...] = ()
     needs_loss: bool = True
     applies_to_lab: bool = True
+    gives_way: bool = False
     gives_up: bool = False
     may_be_ignored: bool = True
 

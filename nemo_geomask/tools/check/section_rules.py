@@ -35,6 +35,8 @@ _OTHER_NAMES = {
     **dict.fromkeys(("learning_rate", "actor_lr", "lr_rate"), "lr"),
     **dict.fromkeys(("group_size", "n_samples_per_prompt"), "num_generations_per_prompt"),
     **dict.fromkeys(("max_steps", "total_steps"), "max_num_steps"),
+    **dict.fromkeys(("beta", "kl_coef", "kl_beta"), "reference_policy_kl_penalty"),
+    **dict.fromkeys(("rank", "lora_rank"), "dim"),
     **dict.fromkeys(("max_response_length", "max_tokens", "response_length"), "max_new_tokens"),
 }
 
@@ -42,7 +44,7 @@ _OTHER_NAMES = {
 _PASSED_ON = re.compile(
     r"env|policy\.dtensor_cfg\.automodel_kwargs|policy\.generation\.mcore_generation_config|"
     r"on_policy_distillation\.non_colocated_teachers|"
-    r"(policy|value|teacher)\.megatron_cfg\.(optimizer|scheduler|distributed_data_parallel_config|checkpoint|peft)"
+    r"(policy|value|teacher)\.megatron_cfg\.(optimizer|scheduler|distributed_data_parallel_config|checkpoint)"
 )
 
 KeysBySection = dict[str, set[str]]
@@ -201,9 +203,9 @@ def _unknown_key(facts: RecipeFacts) -> Iterator[Hit]:
             places = _places_of((is_foreign and _name_in_nemo_rl(name, facts.get(key))) or name, key, facts)
         if guess or places:
             problem = f"NeMo-RL has no key {name} in {section}, so it may be ignored; did you mean {guess or places}?"
-        elif is_closed and not _is_in_source(facts.nemo_rl, name):
+        elif is_closed and not _is_setting(facts.nemo_rl, name, section):
             other = nearest(name, known_names)
-            problem = f"NeMo-RL has no key {name}: nothing in its source reads such a name, so it is ignored; " + (
+            problem = f"NeMo-RL has no key {name}: nothing in its source reads such a setting, so it is ignored; " + (
                 f"did you mean {other}?" if other else f"the keys of {section} are {', '.join(sorted(known_names))}"
             )
         else:
@@ -272,6 +274,18 @@ def _reads(checkout: Path, section: str, name: str) -> bool:
     quoted = rf"""["']{re.escape(name)}["']"""
     read = re.compile(rf"""{last}\w*["'\])]*\s*(\.get\(\s*|\[){quoted}|{quoted} (not )?in [^\n]*{last}""")
     return any(read.search(text) for text in source_texts(checkout).values() if name in text)
+
+
+@functools.cache
+def _is_setting(checkout: Path, name: str, section: str) -> bool:
+    """Return True if NeMo-RL's source reads the name from any mapping; those of datasets are parameters."""
+    if section.startswith("data."):
+        return _is_in_source(checkout, name)
+    quoted = rf"""["']{re.escape(name)}["']"""
+    read = re.compile(
+        rf"""\[{quoted}\]|\.(get|pop)\(\s*{quoted}|{quoted} (not )?in |(cfg|config|self)\w*\.{re.escape(name)}\b"""
+    )
+    return any(name in text and read.search(text) for text in source_texts(checkout).values())
 
 
 @functools.cache

@@ -51,6 +51,11 @@ def enclosing_sections(key: str) -> Iterator[str]:
     return (key[:index] for index, letter in enumerate(key) if letter == ".")
 
 
+def is_switched_off(key: str, facts: RecipeFacts) -> bool:
+    """Return True if a section around a key has ``enabled: false``."""
+    return any(facts.get(f"{section}.enabled") is False for section in enclosing_sections(key))
+
+
 def _is_present(key: str, facts: RecipeFacts) -> bool:
     section_key, _, name = key.rpartition(".")
     section = facts.get(section_key) if section_key else facts.recipe.data

@@ -13,7 +13,7 @@ from nemo_geomask.hosts.nemo_rl.source_words import SourceWords, words_in_recipe
 from nemo_geomask.recipe.input_limits import parse_python, read_source
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
-from nemo_geomask.tools.check.setting_author import enclosing_sections, user_keys
+from nemo_geomask.tools.check.setting_author import is_switched_off, user_keys
 
 _WORD = re.compile(r"[A-Za-z][\w.+-]{1,60}")
 _IMPORT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -35,7 +35,7 @@ def _user_words(facts: RecipeFacts) -> Iterator[tuple[str, str]]:
             continue
         if any(key in problem.keys for problem in facts.problems):  # which GM001 reports
             continue
-        if not any(facts.get(f"{section}.enabled") is False for section in enclosing_sections(key)):
+        if not is_switched_off(key, facts):
             yield key, value
 
 
@@ -46,7 +46,7 @@ def _words(key: str, facts: RecipeFacts) -> SourceWords:
     others = ("sft", "dpo", "rm", "distillation", "eval") if facts.other_algorithm else ()
     algorithm = next((other for other in others if other in facts.recipe.data), facts.algorithm)
     words = words_in_source(facts.nemo_rl, section.removesuffix("_cfg"), name, algorithm)
-    compared = words.compared | words_in_recipes(facts.nemo_rl).get((section, name), frozenset())
+    compared = words.compared | words_in_recipes(facts.nemo_rl, section, name)
     return words._replace(compared=compared, accepted=_VLLM_WORDS.get(key) or words.accepted)
 
 
@@ -92,6 +92,11 @@ def _misspelt_word(facts: RecipeFacts) -> Iterator[Hit]:
             lacks_name, nearest = _lacks_name(value, facts.nemo_rl), _nearest_path(value, candidates)
             if lacks_name or (lacks_name is None and nearest):
                 yield Hit(key, _no_such_name(value), fix={key: nearest[0]} if nearest else {})
+        elif candidates and all(map(_IMPORT.fullmatch, candidates)):
+            ends = [path for path in sorted(candidates) if path.endswith(f".{value}")]
+            yield Hit(
+                key, f"{value}: NeMo-RL imports what this key names; give its path", fix={key: ends[0]} if ends else {}
+            )
         elif nearest := nearest_word(value, candidates):
             yield Hit(key, f"{value}: neither NeMo-RL's source nor its recipes have this word", fix={key: nearest[0]})
 

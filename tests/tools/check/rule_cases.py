@@ -143,6 +143,10 @@ class EnabledConfig(TypedDict):
 
 class DisabledConfig(TypedDict):
     enabled: Literal[False]
+
+
+def train(config, model):
+    model.slope(rows=config["rows"])
 """
 TYPED = {"reads": NEWEST, "classes": CLASSES}
 NORMALIZE = "loss_fn.is_correction_batch_normalize"
@@ -271,6 +275,9 @@ CASES = {
         # Another name, which NeMo-RL has in no example: a word more, one letter of few, a section that none has.
         ({"grpo.num_prompts_per_stp": 4, "reads": NEWEST}, {"grpo.num_val_prompts_per_step": 4, "reads": NEWEST}),
         ({"policy.generation.temprature": 1.0, "reads": NEWEST}, {"policy.tokenizer.top_n": 0, "reads": NEWEST}),
+        # A name of something else is no setting, but one that is read from some mapping may be.
+        ({"policy.slope": 1, **TYPED}, {"policy.rows": 1, **TYPED}),
+        ({"policy.beta": 0.1, **TYPED}, {"loss_fn.reference_policy_kl_penalty": 0.1, **TYPED}),
         ({"policy.generatio": {}, "reads": NEWEST}, {"policy.tokenizer.train_micro_batch_sze": 4, "reads": NEWEST}),
     ],
     "GM008": [
@@ -638,7 +645,6 @@ CASES = {
             for metric, limit in (("accuracy", 0.9), ("avg_length", 90))
         ),
         ({STOP: "accuracy", THRESHOLD_OF_STOP: 0.0}, {STOP: "accuracy", THRESHOLD_OF_STOP: 0.9}),
-        ({"data.max_input_seq_length": 16}, {"data.max_input_seq_length": 512}),
         ({**RANKED, "checkpointing.higher_is_better": False}, RANKED),
     ],
     "GM227": [
@@ -651,8 +657,25 @@ CASES = {
             {**ASYNC, "grpo.async_grpo.max_trajectory_age_steps": 4},
             {**ASYNC, "grpo.async_grpo.max_trajectory_age_steps": 4, IN_FLIGHT: True},
         ),
-        ({PENALTY: 10.0}, {PENALTY: 0.05}),
-        ({RATE: 0.0}, {RATE: 1e-6}),
+    ],
+    "GM011": [
+        *(
+            ({key: wrong, "reads": NEWEST}, {key: right, "reads": NEWEST})
+            for key, wrong, right in (
+                (RATE, 0.0, 1e-7),
+                (RATE, 1e-3, 3e-5),
+                (RATE, 1e-10, 1e-7),
+                # A single number that recipes repeat is no range, and a 0 in one of them makes 0 usual.
+                ("env.mine.malus", -1.0, 100.0),
+                ("env.mine.bonus", 10.0, 0.0),
+            )
+        ),
+        (
+            {SCALING: {"enabled": True, "source_max": 50}, "reads": NEWEST},
+            {SCALING: {"enabled": False, "source_max": 50}, "reads": NEWEST},
+        ),
+        # What another rule explains needs no comparison.
+        ({RATE: 0.0, "reads": NEWEST}, {"policy.max_grad_norm": 0.0, "reads": NEWEST}),
     ],
     "GM347": [
         ({"loss_fn.proximal_policy": "interpolated"}, {"loss_fn.proximal_policy": "recomputed"}),
@@ -1142,6 +1165,7 @@ CASES = {
                 ("checkpointing.model_save_format", "safetensor", "torch_save"),
                 ("policy.megatron_cfg.moe_router_dtype", "fp65", "fp32"),
                 ("policy.optimizer.name", "torch.optm.AdamW", "some_package.optim.AdamX"),
+                ("policy.optimizer.name", "AdamW", "torch.optim.AdamW"),
             )
         ),
         (

@@ -145,6 +145,21 @@ checkpointing:
 """
 
 
+USUAL_NUMBERS = """
+policy:
+  megatron_cfg:
+    optimizer:
+      lr: {rate}
+env:
+  mine:
+    malus: 1.0
+    bonus: {bonus}
+grpo:
+  reward_scaling:
+    source_max: {most}
+"""
+
+
 def write_source(root: Path) -> None:
     """Write a module with every refusal and comparison, and an example with words, into a stand-in."""
     refusals = "".join(f"# {text}\n" for rule in RULES for text in rule.refusals)
@@ -161,3 +176,6 @@ def write_source(root: Path) -> None:
     used = root / "examples" / "used"
     used.mkdir(parents=True)
     (used / "words.yaml").write_text(USED_WORDS, encoding="utf-8")
+    for number in range(8):
+        text = USUAL_NUMBERS.format(rate=f"{number % 3 + 1}e-6", bonus=0.1 * (number % 4), most=number % 4 + 1)
+        (used / f"numbers{number}.yaml").write_text(text, encoding="utf-8")

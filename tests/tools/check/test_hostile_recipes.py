@@ -110,7 +110,7 @@ def test_a_strange_recipe_is_judged(tmp_path, capsys, monkeypatch, recipe, outpu
     )
     path = write(tmp_path, recipe)
     assert main(["check", str(path), "--format", output_format]) in (0, 2)
-    assert len(comparisons) < 1000  # each takes milliseconds, and there may be thousands of unknown keys
+    assert len(comparisons) <= 2000  # each takes milliseconds, so that a key is compared once
     assert "".join(capsys.readouterr()) != ""
 
 

@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from nemo_geomask.hosts.nemo_rl.source_words import numbers_in_recipes, settings_in_recipes
 from nemo_geomask.recipe import nemo_rl_root
 from nemo_geomask.tools.check import RULES
+from nemo_geomask.tools.check.bound_rules import is_unusual
 from nemo_geomask.tools.check.bulk_check import check_many
 from nemo_geomask.tools.check.recipe_check import CheckOptions
 
@@ -66,6 +68,22 @@ def test_nemo_rls_recipes_have_the_recorded_findings():
     if recorded is None:
         pytest.skip("this checkout of NeMo-RL has other recipes than the recorded versions")
     assert found == recorded
+
+
+@pytest.mark.slow
+def test_hardly_a_number_in_nemo_rls_recipes_is_unlike_the_others():
+    root = nemo_rl_root()
+    if root is None or not (root / "examples" / "configs" / "recipes").is_dir():
+        pytest.skip("needs a NeMo-RL checkout: NEMO_RL_ROOT")
+    judged = unusual = 0
+    for section, key in settings_in_recipes(root):
+        numbers = numbers_in_recipes(root, section, key)
+        for place, number in enumerate(numbers):
+            others = numbers[:place] + numbers[place + 1 :]
+            judged += len(others) >= 8
+            unusual += is_unusual(number, others)
+    assert judged > 3000
+    assert unusual < judged / 500
 
 
 if __name__ == "__main__":

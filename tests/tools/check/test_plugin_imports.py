@@ -91,4 +91,5 @@ def test_a_plugin_can_not_end_a_command_in_silence(tmp_path, monkeypatch, capsys
     (tmp_path / "recipe.yaml").write_text("grpo: {}\nloss_fn: {name: 'hostile_plugin:X'}\n")
     assert main(["check", "recipe.yaml"]) in (1, 2)
     printed = capsys.readouterr()
-    assert "could not be imported" in printed.out + printed.err
+    text = printed.out + printed.err
+    assert "could not be imported" in text or "code outside this package, such as a plugin's, ended" in text

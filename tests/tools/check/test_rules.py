@@ -333,7 +333,7 @@ class TestMisplacedKeys:
         [
             ({"policy.num_prompts_per_step": 8}, "did you mean grpo.num_prompts_per_step?"),
             ({"policy.masks": []}, "did you mean loss_fn.masks?"),
-            ({"policy.learning_speed": 1}, "nothing in its source reads such a name"),
+            ({"policy.learning_speed": 1}, "nothing in its source reads such a setting"),
             ({"policy.read_elsewhere": 1}, None),
             ({"grpo.anything_goes": 1}, None),
         ],
