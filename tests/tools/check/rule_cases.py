@@ -240,6 +240,9 @@ OPTIMIZER = "policy.megatron_cfg.optimizer"
 _YARN = ("original_max_position_embeddings", "mscale", "mscale_all_dim")
 MEGATRON_YARN = {**MEGATRON, **{f"policy.hf_config_overrides.rope_scaling.{name}": 1 for name in _YARN}}
 SAVE_FORMAT = "checkpointing.model_save_format"
+SGLANG_ROUTER = "policy.generation.sglang_cfg.sglang_router_config"
+EXTERNAL = {f"{SGLANG_ROUTER}.use_external_router": True}
+ENGINE = {"sglang_server_config": {"num_gpus_per_engine": 1}}
 SAMPLER_TP = f"{VLLM}.tensor_parallel_size"
 FP8_EXPERTS = {**MOE, SAMPLER_PRECISION: "fp8", CORRECT: True}
 PER_LOADER = "data.num_prompts_per_dataloader"
@@ -628,6 +631,15 @@ CASES = {
     ],
     "GM221": [({NLL: 0.1}, {NLL: 0.0}), ({NLL: 0.1}, {NLL: 0.1, "ppo": {}})],
     "GM226": [
+        ({"policy.tokenizer.chat_template": "chatml"}, {"policy.tokenizer.chat_template": "{{ messages }}"}),
+        (
+            {
+                SHAPING: True,
+                "grpo.reward_shaping.stop_properly_penalty_coef": 0.5,
+                SCALING: {**SCALED, "target_min": -1.0},
+            },
+            {SHAPING: True, "grpo.reward_shaping.stop_properly_penalty_coef": 0.5, SCALING: SCALED},
+        ),
         (
             {SHAPING: True, **SHAPED, "grpo.reward_shaping.overlong_buffer_length": 2000},
             {SHAPING: True, **SHAPED},
@@ -710,6 +722,63 @@ CASES = {
                     {GYM: True, "policy.generation.backend": "megatron"},
                     {"policy.generation.mcore_generation_config.expose_http_server": True},
                 ),
+                (
+                    {"policy.megatron_cfg.attention_backend": "flash_attn"},
+                    {"policy.megatron_cfg.attention_backend": "flash"},
+                ),
+                (
+                    {**DTENSOR, LORA_CFG: {"enabled": True, "target_modules": ["q_proj"], "match_all_linear": True}},
+                    {f"{LORA_CFG}.match_all_linear": False},
+                ),
+                (
+                    {
+                        "policy.megatron_cfg.peft": {
+                            "enabled": True,
+                            "target_modules": ["linear_qkv"],
+                            "exclude_modules": ["x"],
+                        }
+                    },
+                    {"policy.megatron_cfg.peft.exclude_modules": []},
+                ),
+                (
+                    {**APART, "policy.generation.refit_transport": "vllm_s3_sparse"},
+                    {"policy.generation.refit_cfg.sparse.storage.s3_bucket": "ours"},
+                ),
+                (
+                    {
+                        "policy.generation.mcore_generation_config": {
+                            "transformer_impl": "inference_optimized",
+                            "tensor_model_parallel_size": 2,
+                            "sequence_parallel": False,
+                        }
+                    },
+                    {"policy.generation.mcore_generation_config.sequence_parallel": True},
+                ),
+                (
+                    {
+                        **SINGLE_FITS,
+                        "async_rl.stall_watchdog.stall_timeout_s": 600,
+                        "async_rl.rollout_failure.native.generation_timeout_s": 900,
+                    },
+                    {"async_rl.rollout_failure.native.generation_timeout_s": 300},
+                ),
+                (
+                    {**READY_FIRST, CORRECT: True, "async_rl.rollout_failure.max_skipped_prompts": 4},
+                    {"async_rl.rollout_failure.max_skipped_prompts": 0},
+                ),
+                (
+                    {"policy.generation.backend": "dynamo", **APART, f"{VLLM}.precision": "fp8"},
+                    {f"{VLLM}.precision": "bf16"},
+                ),
+                ({**SINGLE_FITS, **APART, "policy.generation.backend": "megatron"}, {f"{COLOCATED}.enabled": True}),
+                (
+                    {"cluster.master_port_range_low": 9, "cluster.master_port_range_high": 9},
+                    {"cluster.master_port_range_high": 10},
+                ),
+                (
+                    {"policy.generation.backend": "sglang", "policy.generation.sglang_cfg": {"pp_size": 2, **ENGINE}},
+                    {"policy.generation.sglang_cfg.pp_size": 1},
+                ),
                 ({GYM: True, "grpo.max_val_samples": 256}, {"grpo.max_val_samples": None}),
                 ({"policy.generation.refit_transport": "nixl"}, {"policy.generation.colocated.enabled": False}),
                 (
@@ -718,7 +787,6 @@ CASES = {
                 ),
                 ({**DTENSOR, "policy.hf_config_overrides.rope_scaling.rope_type": "yarn"}, MEGATRON_YARN),
                 ({"data.use_multiple_dataloader": True, PER_LOADER: 5}, {PER_LOADER: 8}),
-                ({**CARDS, "cluster.segment_size": 3}, {"cluster.segment_size": 2}),
                 (
                     {"async_rl.x": 1, BATCH: 512, "data.use_multiple_dataloader": True, "data_plane.enabled": True},
                     {"async_rl": None, PER_LOADER: 8},
@@ -730,7 +798,7 @@ CASES = {
                     {"ppo": None},
                 ),
                 ({"policy.generation.refit_transport": "nccl_reshard", ETP: 2}, {ETP: 1}),
-                ({"policy.generation.refit_transport": "vllm_s3_sparse", **DTENSOR}, {**MEGATRON, **APART}),
+                ({"policy.generation.refit_transport": "vllm_zmq_sparse", **DTENSOR}, {**MEGATRON, **APART}),
                 (
                     {TP: 2, "policy.megatron_cfg.transformer_impl": "inference_optimized"},
                     {"policy.megatron_cfg.sequence_parallel": True},
@@ -1342,7 +1410,10 @@ CASES = {
             {DYNAMIC: True, "policy.dynamic_batching.train_mb_tokens": 8192},
         ),
     ],
-    "GM341": [({RATE: 1e-6, MIN_RATE: 2e-6}, {RATE: 1e-6, MIN_RATE: 1e-6})],
+    "GM341": [
+        ({RATE: 1e-6, MIN_RATE: 2e-6}, {RATE: 1e-6, MIN_RATE: 1e-6}),
+        (DTENSOR, {**DTENSOR, OTHER_RATE: 1e-6}),
+    ],
     "GM342": [
         (
             {"policy.precision": "float16", f"{OPTIMIZER}.fp16": False},
