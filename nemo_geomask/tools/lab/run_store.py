@@ -323,7 +323,8 @@ def read_columns(
                         "values"
                     )
                 facts = json.loads((metadata.metadata or {})[key])
-                table = parquet_file.read(columns=names)
+                # A thread of Arrow's that lets go of the file while Python ends aborts the process.
+                table = parquet_file.read(columns=names, use_threads=False)
         columns = {
             name: table[name].to_pylist() if name in texts else table[name].cast("float64").to_numpy().tolist()
             for name in names
