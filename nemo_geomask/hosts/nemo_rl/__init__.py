@@ -14,16 +14,17 @@ entry points  ``geomask_setup``, ``launch``, ``installation_report``
 ============  ========================================================================================================
 """
 
-# ruff: noqa: F403 -- for type checkers alone; _HOMES names what scripts use
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nemo_geomask.hosts.nemo_rl.geomask_setup import *
-    from nemo_geomask.hosts.nemo_rl.host_patches import *
-    from nemo_geomask.hosts.nemo_rl.launch import *
+    from nemo_geomask.hosts.nemo_rl.geomask_setup import build_nemo_rl_loss, prepare_policy, with_geomask
+    from nemo_geomask.hosts.nemo_rl.host_patches import prepare_worker
+    from nemo_geomask.hosts.nemo_rl.launch import install, uninstall
+
+__all__ = ["build_nemo_rl_loss", "install", "prepare_policy", "prepare_worker", "uninstall", "with_geomask"]
 
 _HOMES = {
     "build_nemo_rl_loss": "geomask_setup",
@@ -33,7 +34,6 @@ _HOMES = {
     "uninstall": "launch",
     "with_geomask": "geomask_setup",
 }
-__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
@@ -41,3 +41,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -121,17 +122,16 @@ def _overlap(first: str, second: str) -> bool:
 
 
 @functools.cache
-def settings_in_recipes(checkout: Path) -> Mapping[tuple[str, str], tuple[str, ...]]:
+def settings_in_recipes(checkout: Path) -> Mapping[tuple[str, str], list[str]]:
     """Return the values that NeMo-RL's recipes set each key to, by the names of its section and of itself."""
-    values: dict[tuple[str, str], tuple[str, ...]] = {}
+    values: dict[tuple[str, str], list[str]] = {}
     for path in (checkout / "examples").rglob("*.yaml"):
         sections = [(-1, "")]
         for indent, key, value in _SETTING.findall(read_source(path)):
             while sections[-1][0] >= len(indent):
                 sections.pop()
             if value:
-                place = (sections[-1][1], key)
-                values[place] = (*values.get(place, ()), value)
+                values.setdefault((sections[-1][1], key), []).append(value)
             else:
                 sections.append((len(indent), key))
     return values
@@ -204,15 +204,14 @@ def _definitions(checkout: Path) -> tuple[Mapping[str, list[Path]], frozenset[st
 @functools.cache
 def _constants(checkout: Path, path: Path) -> Mapping[str, list[str]]:
     """Return the words of each constant and ``Enum`` that a module defines."""
-    words: dict[str, list[str]] = {}
+    words: dict[str, list[str]] = defaultdict(list)
     for node in ast.walk(_parsed(source_texts(checkout)[path])):
         match node:
             case ast.ClassDef(name) if any("Enum" in ast.unparse(base) for base in node.bases):
                 for member in (each for each in node.body if isinstance(each, ast.Assign)):
-                    own = [*map(ast.unparse, member.targets), *_literal_words(member.value)]
-                    words[name] = [*words.get(name, ()), *own]
+                    words[name] += [*map(ast.unparse, member.targets), *_literal_words(member.value)]
             case ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)) if name[:1].isupper():
-                words[name] = [*words.get(name, ()), *_literal_words(node.value)]
+                words[name] += _literal_words(node.value)
     return words
 
 

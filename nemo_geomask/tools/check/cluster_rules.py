@@ -130,9 +130,9 @@ def _varies_microbatches(facts: RecipeFacts) -> bool:
     return any(facts.is_true(f"policy.{name}.enabled") for name in ("sequence_packing", "dynamic_batching"))
 
 
-def _fixed_microbatch(facts: RecipeFacts) -> int:
+def _fixed_microbatch(facts: RecipeFacts, key: str = _MICROBATCH) -> int:
     """Return the number of sequences of a microbatch; 1 where packing or dynamic batching varies it."""
-    return 1 if _varies_microbatches(facts) else max(1, facts.size(_MICROBATCH))
+    return 1 if _varies_microbatches(facts) else max(1, facts.size(key))
 
 
 def _fitting_batch(facts: RecipeFacts) -> dict[str, int]:
@@ -186,7 +186,7 @@ def _indivisible_batch(facts: RecipeFacts) -> Iterator[Hit]:
         keys += [(f"{facts.algorithm}.val_global_batch_size", f"{facts.algorithm}.val_micro_batch_size")]
     for batch_key, microbatch_key in keys if facts.algorithm != "eval" else ():
         ranks, batch = _data_parallel_ranks(facts), facts.number(batch_key)
-        microbatch = 1 if _varies_microbatches(facts) else max(1, facts.size(microbatch_key))
+        microbatch = _fixed_microbatch(facts, microbatch_key)
         if ranks is None or not batch:
             continue
         if batch % ranks:

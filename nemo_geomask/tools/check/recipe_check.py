@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -202,12 +202,13 @@ def _findings(rule: Rule, facts: RecipeFacts) -> Iterator[Finding]:
     """Yield the findings of a rule in the policy's settings, and in those of the other models that it is about."""
     findings = [*_findings_of_policy(rule, facts)]
     yield from findings
-    for section in (each for each in rule.models if isinstance(facts.get(each), Mapping)):
+    messages = {finding.message for finding in findings}
+    for section in (each for each in rule.models if each in facts.of_models):
         rename = functools.partial(re.sub, r"\bpolicy\.(?!generation)", f"{section}.")
-        for finding in _findings_of_policy(rule, facts.of_model(section)):
+        for finding in _findings_of_policy(rule, facts.of_models[section]):
             key, message = rename(finding.key), rename(finding.message)
             # What the model takes over from the policy is reported once.
-            if key != finding.key and finding.message not in {each.message for each in findings}:
+            if key != finding.key and finding.message not in messages:
                 fix = {rename(name): value for name, value in finding.fix.items()}
                 yield replace(finding, key=key, message=message, fix=fix)
 

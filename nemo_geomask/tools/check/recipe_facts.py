@@ -83,13 +83,18 @@ class RecipeFacts:
         facts = self.from_recipe(recipe, mismatch_kl=self.mismatch_kl, gpu=self.gpu)
         return replace(facts, measured_tokens=self.measured_tokens)
 
-    def of_model(self, section: str) -> RecipeFacts:
-        """Return the facts about the recipe with the model of another section in the place of the policy's."""
+    @cached_property
+    def of_models(self) -> Mapping[str, RecipeFacts]:
+        """Facts about the recipe with PPO's critic, or a teacher, in the place of the policy, by their section."""
+        models = [section for section in ("value", "teacher") if isinstance(self.get(section), Mapping)]
+        return {section: self._of_model(section) for section in models}
+
+    def _of_model(self, section: str) -> RecipeFacts:
         generation, entries = "policy.generation", self.recipe.origins.entries
         kept = {key: entry for key, entry in entries.items() if not key.startswith("policy") or generation in key}
-        moved = {re.sub(rf"^{section}\b", "policy", key): entry for key, entry in kept.items()}
+        as_policy = {re.sub(rf"^{section}\b", "policy", key): entry for key, entry in kept.items()}
         data = {**self.recipe.data, "policy": {**self.get(section), "generation": self.get(generation)}}
-        return replace(self, recipe=replace(self.recipe, data=data, origins=Origins(moved)))
+        return replace(self, recipe=replace(self.recipe, data=data, origins=Origins(as_policy)))
 
     @property
     def config(self) -> LossConfig:
@@ -258,7 +263,7 @@ class RecipeFacts:
         nodes, distillation = self.number("cluster.num_nodes"), "on_policy_distillation"
         if not nodes or not nodes.is_integer():
             return None
-        taken = self.size("env.reward_model.resources.num_nodes") if self.scores_by_model and nodes > 1 else 0
+        reserved = self.size("env.reward_model.resources.num_nodes") if self.scores_by_model and nodes > 1 else 0
         aliases = self.get(f"{distillation}.teacher_model_by_agent_name")
         if self.is_true(f"{distillation}.non_colocated_teachers.enabled") and isinstance(aliases, Mapping):
             # By default, agents that share a teacher's checkpoint share the teacher.
@@ -266,10 +271,10 @@ class RecipeFacts:
             aliases = {str(model): alias for alias, model in [*aliases.items()][::-1]}.values() if shared else aliases
             section = f"{distillation}.non_colocated_teachers"
             default = self.size(f"{section}.default_teacher_cfg.num_nodes")
-            taken += sum(
+            reserved += sum(
                 int(self.number(f"{section}.teacher_overrides.{alias}.num_nodes") or default) for alias in aliases
             )
-        return int(nodes) - taken
+        return int(nodes) - reserved
 
     @property
     def scores_by_model(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,12 @@ def _settings_in(key: str, value: Any) -> Iterator[str]:
 def enclosing_sections(key: str) -> Iterator[str]:
     """Yield the dotted sections around a key, the outermost first."""
     return (key[:index] for index, letter in enumerate(key) if letter == ".")
+
+
+def section_and_name(key: str) -> tuple[str, str]:
+    """Return the name of the section that a dotted key is in, without those around it, and the key's own name."""
+    *_, section, name = ["", *re.sub(r"\[\d+\]", "", key).split(".")]
+    return section, name
 
 
 def is_switched_off(key: str, facts: RecipeFacts) -> bool:

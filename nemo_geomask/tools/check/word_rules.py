@@ -13,7 +13,7 @@ from nemo_geomask.hosts.nemo_rl.source_words import SourceWords, words_in_recipe
 from nemo_geomask.recipe.input_limits import parse_python, read_source
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
-from nemo_geomask.tools.check.setting_author import is_switched_off, user_keys
+from nemo_geomask.tools.check.setting_author import is_switched_off, section_and_name, user_keys
 
 _WORD = re.compile(r"[A-Za-z][\w.+-]{1,60}")
 _IMPORT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -42,10 +42,8 @@ def _user_words(facts: RecipeFacts) -> Iterator[tuple[str, str]]:
 def _words(key: str, facts: RecipeFacts) -> SourceWords:
     """Return the words that NeMo-RL knows at a key, those of its recipes among them."""
     assert facts.nemo_rl is not None
-    *_, section, name = ["", *re.sub(r"\[\d+\]", "", key).split(".")]
-    others = ("sft", "dpo", "rm", "distillation", "eval") if facts.other_algorithm else ()
-    algorithm = next((other for other in others if other in facts.recipe.data), facts.algorithm)
-    words = words_in_source(facts.nemo_rl, section.removesuffix("_cfg"), name, algorithm)
+    section, name = section_and_name(key)
+    words = words_in_source(facts.nemo_rl, section.removesuffix("_cfg"), name, facts.algorithm)
     compared = words.compared | words_in_recipes(facts.nemo_rl, section, name)
     return words._replace(compared=compared, accepted=_VLLM_WORDS.get(key) or words.accepted)
 

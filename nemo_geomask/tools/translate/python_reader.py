@@ -84,7 +84,9 @@ class _UnknownError(Exception):
 
 
 class _Reader:
-    """What a file binds, uses and calls. A variable is the scope that binds it, by id, with its name.
+    """The variables that a file binds, and the calls that it makes.
+
+    A variable is the scope that binds it, by id, with its name.
 
     Attributes:
         bindings: for each variable, the nodes that bind it.
@@ -176,7 +178,7 @@ class _Reader:
                 for call in self.nodes
                 if isinstance(call, ast.Call) and self.called(call) in _PARSERS
                 for argument in (*call.args, *(keyword.value for keyword in call.keywords))
-                for position, item in enumerate(getattr(self.made(argument), "elts", (argument,)))
+                for position, item in enumerate(getattr(self.bound_code(argument), "elts", (argument,)))
                 if self.dotted_name(item)[-1] == constructor
             ]
             if not positions:
@@ -194,7 +196,7 @@ class _Reader:
         settings: dict[str, Any] = {}
         for node in self.nodes:
             if isinstance(node, ast.Dict) or (isinstance(node, ast.Call) and self.called(node) == "dict"):
-                items = self.known(node)
+                items = self.value_or_code(node)
                 settings |= items if isinstance(items, dict) else {}
         return {name: value for name, value in settings.items() if not isinstance(value, dict)}
 
@@ -231,7 +233,7 @@ class _Reader:
                 case ast.Attribute(attr=key, ctx=ast.Store()) | ast.Subscript(slice=ast.Constant(key), ctx=ast.Store()):
                     if isinstance(assignment, ast.Assign) and parent in assignment.targets:
                         is_next = not is_late and self.blocks[id(assignment)] == self.blocks[id(statement)]
-                        value = self.known(assignment.value) if is_next else UNRESOLVED + self.shown(assignment)
+                        value = self.value_or_code(assignment.value) if is_next else UNRESOLVED + self.shown(assignment)
                         parts[str(key)] = value
                         continue
             if not self.is_use(mention):
@@ -303,7 +305,7 @@ class _Reader:
         """Return the last part of the name that a call calls; empty for other code."""
         return self.dotted_name(node.func)[-1] if isinstance(node, ast.Call) else ""
 
-    def known(self, node: ast.expr) -> Any:
+    def value_or_code(self, node: ast.expr) -> Any:
         """Return what an expression evaluates to; if that can't be computed, text that is marked as unresolved."""
         try:
             return self.value(node)
@@ -321,7 +323,7 @@ class _Reader:
                 return value
             case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
                 self.budget.add("items", len(items))
-                return [self.known(item) for item in items]
+                return [self.value_or_code(item) for item in items]
             case ast.Dict(keys=keys, values=values):
                 names = [None if key is None else str(self.value(key)) for key in keys]
                 return self.items(zip(names, values, strict=True))
@@ -346,7 +348,7 @@ class _Reader:
         settings: dict[str, Any] = {}
         for name, node in pairs:
             if name is not None:
-                settings[name] = self.known(node)
+                settings[name] = self.value_or_code(node)
                 continue
             other = self.value(node)
             if not isinstance(other, dict):
@@ -358,17 +360,19 @@ class _Reader:
         """Return the value of an operation on numbers."""
         values = [self.value(operand) for operand in operands]
         is_number = all(isinstance(value, (int, float)) and abs(value) < _MAX_NUMBER for value in values)
+        if not is_number or type(op) not in _OPERATORS:
+            raise _UnknownError(node)
         try:
-            return _OPERATORS[type(op)](*values) if is_number else self.value(ast.Name(""))
-        except (ArithmeticError, KeyError):
+            return _OPERATORS[type(op)](*values)
+        except ArithmeticError:
             raise _UnknownError(node) from None
 
     def bound(self, variable: tuple[int, str]) -> Any:
         """Return the value of a variable that is bound once."""
-        *others, binding = self.bindings[variable]
+        *earlier, binding = self.bindings[variable]
         statement = self.parents[id(binding)]
         match statement:
-            case ast.Assign(targets=[ast.Name()], value=code) | ast.AnnAssign(value=ast.expr() as code) if not others:
+            case ast.Assign(targets=[ast.Name()], value=code) | ast.AnnAssign(value=ast.expr() as code) if not earlier:
                 value = self.value(code)
             case _:
                 is_assigned = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign))
@@ -380,7 +384,7 @@ class _Reader:
             return parts if isinstance(value, dict) else value
         return value
 
-    def made(self, node: ast.expr) -> ast.AST:
+    def bound_code(self, node: ast.expr) -> ast.AST:
         """Return the code that a variable is bound to; other code, and a variable that is bound twice, as it is."""
         bindings = self.bindings[self.variable(node, node.id)] if isinstance(node, ast.Name) else []
         return getattr(self.parents[id(bindings[0])], "value", node) if len(bindings) == 1 else node
