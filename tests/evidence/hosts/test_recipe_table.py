@@ -20,6 +20,7 @@ policy:
   train_micro_batch_size: 1
   max_total_sequence_length: 4096
   dtensor_cfg: {enabled: true, _v2: false}
+  optimizer: {name: torch.optim.AdamW, kwargs: {lr: 1.0e-6}}
   megatron_cfg: {enabled: false}
   generation:
     backend: vllm
