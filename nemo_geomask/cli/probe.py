@@ -112,7 +112,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--resume", action="store_true", help="go on with the probe in --out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON; -: standard output")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the result as a page")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the scores (default: results/probe/<recipe>)"
     )
@@ -126,7 +125,7 @@ def _even_number(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    from nemo_geomask.tools.probe.probe_report import as_json, as_text, write_html
+    from nemo_geomask.tools.probe.probe_report import as_json, as_text
     from nemo_geomask.tools.shared.json_output import to_json
 
     result = probe_recipe(
@@ -140,8 +139,6 @@ def run(arguments: argparse.Namespace) -> int:
         resume=arguments.resume,
     )
     content = to_json(as_json(result))
-    if arguments.html is not None:
-        write_html(arguments.html, result)
     if str(arguments.json) == "-":
         print(content)
     else:

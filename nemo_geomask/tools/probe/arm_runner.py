@@ -307,11 +307,6 @@ class ArmRunner:
             texts[1:] = [answer.scores["trainer"][BASE]["settings"].get("trainer.forward", "")]
         return layer_differences(answer.scores.get("layers"), answer.scores["prefill"]["logprobs"], texts)
 
-    def seconds(self, side: Side, arm: Arm) -> float:
-        """Return the time of the baseline's request under an arm, in seconds."""
-        scores = self._answers[side][arm].scores["decode" if side == "engine" else "trainer"]
-        return float(scores[BASE]["seconds"])
-
 
 def _settings_of(side: Side, answer: StartAnswer) -> Mapping[str, str]:
     scores = answer.scores

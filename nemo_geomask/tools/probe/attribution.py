@@ -6,20 +6,19 @@ else groups of switches are tried, and the single switches of the groups that ch
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from nemo_geomask.tools.probe.arm_runner import NOTHING, SIDES, Arm, ArmRunner, Side
-from nemo_geomask.tools.probe.gap_statistics import Gap, GapChange, change_between, gap, shapley
+from nemo_geomask.tools.probe.gap_statistics import Gap, GapChange, change_between, gap
 from nemo_geomask.tools.probe.ledger import NEGLIGIBLE_K3, SIGNIFICANT, Ledger, LedgerRow, verdict_of
 from nemo_geomask.tools.probe.paired_tests import holm
 from nemo_geomask.tools.probe.scored_arms import BASE
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch
 
 _TOP = 3
-"""Number of switches that are examined further: on fresh prompts, as the last one missing, and in all orders."""
+"""Number of switches that are examined further: on fresh prompts, and as the last one missing."""
 
 
 def attribute_mismatch(
@@ -202,22 +201,16 @@ class _Search:
             if is_shown is None:
                 # It may have been ignored: that it has no effect is not known.
                 return replace(row, verdict="not tried", note=f"{note}; what ran does not show whether it was read")
-        speed = runner.seconds(side, NOTHING) / max(runner.seconds(side, arm), 1e-9) - 1
-        after = self._delta(side, arm)
-        return self._with_change(replace(row, note=note, differences=differences, throughput=speed), after)
+        return self._with_change(replace(row, note=note, differences=differences), self._delta(side, arm))
 
     def _request_row(self, row: LedgerRow) -> LedgerRow:
         runner, switch = self._runner, row.switch
         differences: dict[str, tuple[str, str]] = {}
-        speeds = []
         for side in _sides_of(switch):
             differences |= runner.request_differences(side, switch.id)
-            scores = runner.base.scores["decode" if side == "engine" else "trainer"]
-            speeds.append(scores[BASE]["seconds"] / max(scores[switch.id]["seconds"], 1e-9) - 1)
         if not differences:
             return replace(row, verdict="not effective", note="nothing that ran differs from the baseline")
-        row = replace(row, differences=differences, throughput=min(speeds))
-        return self._with_change(row, self._requested(switch))
+        return self._with_change(replace(row, differences=differences), self._requested(switch))
 
     def _requested(self, switch: MismatchSwitch) -> Any:
         """Return the mismatch with the requests of a switch, on each side that it changes.
@@ -265,27 +258,16 @@ class _Search:
     # The switches with the largest shares
 
     def _examined(self, rows: list[LedgerRow]) -> list[LedgerRow]:
-        """Return the rows with what is known of the top ones: fresh prompts, the last one missing, all orders."""
+        """Return the rows with what is known of the top ones: fresh prompts, and the last one missing."""
         runner = self._runner
         open_rows = [row for row in rows if row.verdict == "undecided" and (row.share or 0.0) > 0]
         culprits = [row for row in rows if row.verdict in ("explains", "contributes")]
         top = [*sorted(culprits, key=_by_share), *sorted(open_rows, key=_by_share)][:_TOP]
         restarted = [row.switch for row in top if row.switch.cost != "request"]
-        ids = [switch.id for switch in restarted]
-        sides = {side: frozenset(switch.id for switch in restarted if switch.side == side) for side in SIDES}
-        subsets = [frozenset(ids[i] for i in picked) for n in range(2, len(ids) + 1) for picked in _picks(len(ids), n)]
-        self._run(lambda side: [subset & sides[side] for subset in subsets])
-        without = {
-            switch.id: runner.arm_of_all(switch.side) - {switch.id} for switch in restarted if switch.side != "both"
-        }
-        self._run(lambda side: [without[switch.id] for switch in restarted if switch.side == side])
-        for subset in subsets:
-            runner.run_together(subset & sides["engine"], subset & sides["trainer"])
+        self._run(lambda side: [runner.arm_of_all(side) - {switch.id} for switch in restarted if switch.side == side])
         for switch in restarted:
-            if switch.id in without:
-                runner.run_together(*self._arms_without(switch, without[switch.id]))
-        shares = self._shapley(restarted)
-        backs = {switch.id: self._back(switch, without[switch.id]) for switch in restarted if switch.id in without}
+            runner.run_together(*self._arms_without(switch))
+        backs = {switch.id: self._back(switch) for switch in restarted}
         measured = {id: back for id, back in backs.items() if back is not None}
         adjusted = dict(zip(measured, holm([back.p for back in measured.values()]), strict=True))
         examined = []
@@ -295,8 +277,8 @@ class _Search:
                 row = replace(row, last_share=back.value / self._gap(NOTHING, NOTHING).k3)
                 row = self._with_back(row, back, adjusted[row.switch.id])
             is_culprit = row.verdict in ("explains", "contributes") and any(row.switch == each.switch for each in top)
-            confirmed = self._is_confirmed(row, without.get(row.switch.id)) if is_culprit else None
-            examined.append(replace(row, is_confirmed=confirmed, shapley=shares.get(row.switch.id)))
+            confirmed = self._is_confirmed(row) if is_culprit else None
+            examined.append(replace(row, is_confirmed=confirmed))
         return examined
 
     def _with_back(self, row: LedgerRow, back: GapChange, adjusted_p: float) -> LedgerRow:
@@ -307,50 +289,33 @@ class _Search:
         note = "beside the other conservative values; alone, its change is not significant"
         return replace(row, verdict="contributes", note=note)
 
-    def _arms_without(self, switch: MismatchSwitch, without: Arm) -> tuple[Arm, Arm]:
+    def _arms_without(self, switch: MismatchSwitch) -> tuple[Arm, Arm]:
         """Return the arms of both sides with all conservative values but this switch's."""
-        if switch.side == "engine":
-            return without, self._runner.arm_of_all("trainer")
-        return self._runner.arm_of_all("engine"), without
+        engine, trainer = (self._runner.arm_of_all(side) - {switch.id} for side in SIDES)
+        return engine, trainer
 
-    def _back(self, switch: MismatchSwitch, without: Arm, *, fresh: bool = False) -> GapChange | None:
+    def _back(self, switch: MismatchSwitch, *, fresh: bool = False) -> GapChange | None:
         """Return the change of k3 if, of all conservative values, only this switch gets the recipe's value back."""
         runner = self._runner
         every, missing = (
             (runner.arm_of_all("engine"), runner.arm_of_all("trainer")),
-            self._arms_without(switch, without),
+            self._arms_without(switch),
         )
         if not runner.has_delta(*every) or not runner.has_delta(*missing):
             return None
         return self._change(runner.delta(*every), runner.delta(*missing), fresh=fresh)
 
-    def _is_confirmed(self, row: LedgerRow, without: Arm | None) -> bool:
+    def _is_confirmed(self, row: LedgerRow) -> bool:
         """Return True if the fresh prompts show a change with the same sign and an interval without 0."""
         runner, switch = self._runner, row.switch
         if switch.cost == "request":
             after = self._requested(switch)
-        elif row.note and without is not None:
-            back = self._back(switch, without, fresh=True)
+        elif row.note:
+            back = self._back(switch, fresh=True)
             return back is not None and back.low > 0
         else:
             after = self._delta("engine" if switch.side == "engine" else "trainer", frozenset({switch.id}))
         return self._change(runner.delta(NOTHING, NOTHING), after, fresh=True).high < 0
-
-    def _shapley(self, switches: Sequence[MismatchSwitch]) -> dict[str, float]:
-        runner = self._runner
-        ids = [switch.id for switch in switches]
-        if len(ids) < 2:
-            return {}
-        baseline = self._gap(NOTHING, NOTHING).k3
-        values: dict[frozenset[str], float] = {}
-        for count in range(len(ids) + 1):
-            for picked in _picks(len(ids), count):
-                subset = frozenset(ids[index] for index in picked)
-                arms = [frozenset(switch.id for switch in switches if switch.side == side) & subset for side in SIDES]
-                if not runner.has_delta(arms[0], arms[1]):
-                    return {}
-                values[subset] = 1 - self._gap(*arms).k3 / baseline
-        return shapley(ids, values)
 
 
 def _sides_of(switch: MismatchSwitch) -> tuple[Side, ...]:
@@ -359,7 +324,3 @@ def _sides_of(switch: MismatchSwitch) -> tuple[Side, ...]:
 
 def _by_share(row: LedgerRow) -> float:
     return -(row.share or 0.0)
-
-
-def _picks(size: int, count: int) -> list[tuple[int, ...]]:
-    return list(itertools.combinations(range(size), count))

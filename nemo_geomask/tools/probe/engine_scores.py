@@ -9,7 +9,6 @@ import copy
 import importlib
 import inspect
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ def decode_scores(
             all if it is missing; other keys replace fields of the sampling parameters, such as ``temperature``.
 
     Returns:
-        ``logprobs``: a list for each response; ``seconds``; ``settings``, what the requests were sent with.
+        ``logprobs``: a list for each response; ``settings``, what the requests were sent with.
 
     Raises:
         EngineError: the engine decoded other tokens, or returned no log-prob for one.
@@ -42,7 +41,6 @@ def decode_scores(
     fields = {key: value for key, value in options.items() if key not in ("reversed", "batch")}
     actor.llm.reset_prefix_cache()
     logprobs: list[list[float]] = [[] for _ in sequences]
-    began = time.monotonic()
     for start in range(0, len(order), size):
         indices = order[start : start + size]
         responses = [list(sequences[index][prompt_lengths[index] :]) for index in indices]
@@ -62,7 +60,6 @@ def decode_scores(
     settings = {f"request.{name}": str(getattr(parameters[0], name)) for name in ("temperature", "top_p", "top_k")}
     return {
         "logprobs": logprobs,
-        "seconds": time.monotonic() - began,
         "settings": {**settings, "request.batch": str(size)},
     }
 
@@ -84,11 +81,10 @@ def prefill_scores(actor: Any, sequences: Sequence[Sequence[int]], prompt_length
     vLLM computes them from the raw logits, whatever the temperature and the filters of a request.
 
     Returns:
-        ``logprobs``: a list for each response; ``seconds``.
+        ``logprobs``: a list for each response.
     """
     actor.llm.reset_prefix_cache()
     parameters = actor.SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0)
-    began = time.monotonic()
     outputs = actor.llm.generate(
         [{"prompt_token_ids": list(sequence)} for sequence in sequences], parameters, use_tqdm=False
     )
@@ -96,7 +92,7 @@ def prefill_scores(actor: Any, sequences: Sequence[Sequence[int]], prompt_length
         [_logprob_of(output.prompt_logprobs[place], sequence[place]) for place in range(length, len(sequence))]
         for sequence, length, output in zip(sequences, prompt_lengths, outputs, strict=True)
     ]
-    return {"logprobs": logprobs, "seconds": time.monotonic() - began}
+    return {"logprobs": logprobs}
 
 
 def _logprob_of(entry: Mapping[int, Any] | None, token: int) -> float:

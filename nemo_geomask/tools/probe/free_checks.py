@@ -117,7 +117,7 @@ def _origin_check(tokens: FrozenTokens, trainer_error: str) -> FreeCheck:
             "what the engine excludes, and the trainer does not, may be missed",
         )
     count = int(tokens.by_trainer.sum())
-    return FreeCheck(name, "fine", f"{len(tokens.ids) - count} sampled by the engine, {count} by the trainer")
+    return FreeCheck(name, "fine", f"{len(tokens.by_trainer) - count} sampled by the engine, {count} by the trainer")
 
 
 def _sampled_check(side: str, sampled: Any, scored: Any) -> FreeCheck:

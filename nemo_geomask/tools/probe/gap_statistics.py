@@ -6,9 +6,7 @@ mean is otherwise that of the largest token.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +33,6 @@ class Gap:
     k3: float  # mean of exp(Δ) − 1 − Δ in nats a token, with Δ the first side's log-prob minus the second's, within ±5
     large: float  # share of tokens with |Δ| > 0.1
     very_large: float  # share of tokens with |Δ| > ln 2
-    median: float  # median of |Δ|
     largest: float  # largest |Δ|
 
 
@@ -69,7 +66,6 @@ def gap(first: Any, second: Any) -> Gap:
         k3=float(k3_of(delta).mean()),
         large=float((size > LARGE).mean()),
         very_large=float((size > VERY_LARGE).mean()),
-        median=float(numpy.median(size)),
         largest=float(size.max()),
     )
 
@@ -85,14 +81,3 @@ def change_between(before: Any, after: Any, prompts: Any) -> GapChange:
     low, high = percentile_interval(sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1))
     # If a switch changes nothing, each prompt's change is as likely up as down.
     return GapChange(float(difference.mean()), low, high, sign_flip_p(sums, generator))
-
-
-def shapley(names: Sequence[str], values: Mapping[frozenset[str], float]) -> dict[str, float]:
-    """Return each name's share of ``values[all] − values[none]``: its mean addition over all orders."""
-    orders = list(itertools.permutations(names))
-    shares = dict.fromkeys(names, 0.0)
-    for order in orders:
-        for index, name in enumerate(order):
-            before = frozenset(order[:index])
-            shares[name] += values[before | {name}] - values[before]
-    return {name: share / len(orders) for name, share in shares.items()}

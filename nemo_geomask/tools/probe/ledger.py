@@ -65,9 +65,7 @@ class LedgerRow:
     share: float | None = None  # share of the baseline's k3 that is gone
     # share of the baseline's k3 that comes back if all conservative values but this one are set
     last_share: float | None = None
-    shapley: float | None = None  # mean share over all orders, for the top switches
     is_confirmed: bool | None = None  # True if the fresh prompts show the change too; None if that was not looked at
-    throughput: float | None = None  # speed of the side with the switch over its speed before, minus 1
 
 
 @dataclass(frozen=True)

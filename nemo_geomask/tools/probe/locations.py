@@ -1,4 +1,4 @@
-"""Places where the two sides part: layers and operators, positions in the response, single tokens."""
+"""Layers and operators at which the two sides part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from nemo_geomask.optional import require
 from nemo_geomask.tools.probe.gap_statistics import k3_of
 from nemo_geomask.tools.probe.ledger import NEGLIGIBLE_K3
-from nemo_geomask.tools.probe.scored_arms import FrozenTokens
 
 numpy: Any = require("numpy", "the probe's statistics need", "diagnose")
 
@@ -18,8 +17,6 @@ _ROUNDINGS = 16.0
 """Roundings of the coarser dtype that an operator's output may differ by without standing out."""
 _EPSILONS = {"torch.bfloat16": 2.0**-8, "torch.float16": 2.0**-11, "torch.float32": 2.0**-24}
 _FLOAT32_FLOOR = _ROUNDINGS * _EPSILONS["torch.float32"]
-_WORST = 10
-_BINS = 8
 
 
 @dataclass(frozen=True)
@@ -48,29 +45,6 @@ class LayerDifferences:
         if self.error or self.first or self.head_k3 is None or not self.grown:
             return False
         return self.head_k3 <= NEGLIGIBLE_K3 and max(self.grown.values()) <= _FLOAT32_FLOOR * len(self.grown)
-
-
-@dataclass(frozen=True)
-class PositionBin:
-    """Mean |Δ| of the tokens at some positions of the responses."""
-
-    first: int  # first position, from 0
-    last: int  # last position
-    decode_prefill: float  # mean |engine's decode − its prefill|
-    trainer_decode: float  # mean |trainer − engine's decode|
-    tokens: int  # number of tokens
-
-
-@dataclass(frozen=True)
-class TokenGap:
-    """Token with a large |Δ|."""
-
-    token: int  # its id
-    text: str  # its text; empty if it is not known
-    prompt: int  # number of its prompt
-    position: int  # its position in the response
-    trainer: float  # the trainer's log-prob
-    decode: float  # the engine's log-prob
 
 
 def layer_differences(
@@ -110,35 +84,3 @@ _ORDER = ("attention norm", "attention", "MLP norm", "MLP", "layer")
 def _place(name: str) -> tuple[int, int]:
     match = re.match(r"(\d{1,9}) (.+)$", name)
     return (int(match[1]), _ORDER.index(match[2])) if match and match[2] in _ORDER else (1 << 30, 0)
-
-
-def by_position(tokens: FrozenTokens, decode: Any, prefill: Any, trainer: Any) -> tuple[PositionBin, ...]:
-    """Return the mean |Δ| by position in the response, in up to eight bins of equal width."""
-    end = int(tokens.positions.max()) + 1
-    width = -(-end // _BINS)
-    bins = []
-    for first in range(0, end, width):
-        inside = (tokens.positions >= first) & (tokens.positions < first + width)
-        engine, both = (float(numpy.abs(delta[inside]).mean()) for delta in (decode - prefill, trainer - decode))
-        bins.append(PositionBin(first, min(first + width, end) - 1, engine, both, int(inside.sum())))
-    return tuple(bins)
-
-
-def worst_tokens(tokens: FrozenTokens, decode: Any, trainer: Any, texts: Mapping[str, str]) -> tuple[TokenGap, ...]:
-    """Return the tokens with the largest |Δ|, the largest first.
-
-    Args:
-        texts: text of each token, by its id as a string.
-    """
-    order = numpy.argsort(-numpy.abs(trainer - decode), kind="stable")[:_WORST]
-    return tuple(
-        TokenGap(
-            int(tokens.ids[index]),
-            texts.get(str(int(tokens.ids[index])), ""),
-            int(tokens.prompts[index]),
-            int(tokens.positions[index]),
-            float(trainer[index]),
-            float(decode[index]),
-        )
-        for index in order
-    )

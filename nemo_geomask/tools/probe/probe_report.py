@@ -1,20 +1,16 @@
-"""The result of a probe as text, JSON and an HTML page."""
+"""The result of a probe as text and JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from nemo_geomask.optional import require
 from nemo_geomask.tools.probe.ledger import LedgerRow
-from nemo_geomask.tools.probe.locations import LayerDifferences, TokenGap
+from nemo_geomask.tools.probe.locations import LayerDifferences
 from nemo_geomask.tools.probe.probe_run import ProbeResult
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
 from nemo_geomask.tools.shared.json_output import JSON_VERSION
-from nemo_geomask.tools.shared.palette import BLUE, VERMILION
 from nemo_geomask.tools.shared.terminal_tables import ABSENT, format_table
 from nemo_geomask.yaml_text import as_yaml
 
@@ -25,7 +21,6 @@ _COLUMNS = (
     "k3 after",
     f"change, {CONFIDENCE_LABEL}",
     "share",
-    "speed",
     "verdict",
 )
 
@@ -93,7 +88,11 @@ def as_text(result: ProbeResult) -> list[str]:
     lines = [sentence(result), ""]
     if settings := recipe_lines(result):
         lines += ["Set:", *(f"  {line}" for line in settings), ""]
-    lines += ["Checks:", *(f"  {check.outcome:10}  {check.name}: {check.message}" for check in result.checks), ""]
+    lines.append("Checks:")
+    for check in result.checks:
+        reason = f"{check.message}; {check.fix}" if check.fix else check.message
+        lines.append(f"  {check.outcome:10}  {check.name}: {reason}")
+    lines.append("")
     gaps = {**ledger.triangle, **ledger.repetitions}
     if ledger.all_conservative is not None:
         gaps["all conservative values"] = ledger.all_conservative
@@ -101,7 +100,7 @@ def as_text(result: ProbeResult) -> list[str]:
         (name, each.k3, _percent(each.large), _percent(each.very_large), each.largest) for name, each in gaps.items()
     ]
     lines += [format_table(("gap", "k3", "|Δ| > 0.1", "|Δ| > ln 2", "largest |Δ|"), rows), ""]
-    lines += [format_table(_COLUMNS, [_cells(row) for row in ledger.rows], left_aligned=(0, 1, 7))]
+    lines += [format_table(_COLUMNS, [_cells(row) for row in ledger.rows], left_aligned=(0, 1, 6))]
     lines += [f"  {line}" for row in ledger.rows for line in _notes(row)]
     lines += [f"  not probed: {part}" for part in result.unprobed]
     lines += ["", *_where(result)]
@@ -115,7 +114,7 @@ def as_text(result: ProbeResult) -> list[str]:
 
 
 def _where(result: ProbeResult) -> list[str]:
-    """Return the lines on where the sides part: layers, positions, tokens."""
+    """Return the lines on where the sides part."""
     lines = ["Where:"]
     for name, layers in result.layers.items():
         lines += [f"  {name}: {line}" for line in location_lines(layers)]
@@ -125,26 +124,7 @@ def _where(result: ProbeResult) -> list[str]:
             "  both sides have the same hidden states and logits: they part in what is done with the logits "
             "(temperature, top-p, log-prob mode), or in the engine's decode"
         )
-    if result.positions:
-        lines.append("  by position in the response, mean |Δ| of decode and prefill, of trainer and decode:")
-        bins = [
-            (f"{each.first}–{each.last}", f"{each.decode_prefill:.2g}", f"{each.trainer_decode:.2g}")
-            for each in result.positions
-        ]
-        lines += [f"    {' '.join(row)}" for row in bins]
-    lines.append("  tokens with the largest |Δ|: text, prompt, position, probability of the trainer, of the engine:")
-    lines += [f"    {' '.join(_token_cells(token))}" for token in result.worst]
     return lines
-
-
-def _token_cells(token: TokenGap) -> tuple[str, ...]:
-    probabilities = [f"{math.exp(min(value, 0.0)):.3g}" for value in (token.trainer, token.decode)]
-    return (
-        ascii(token.text) if token.text else str(token.token),
-        str(token.prompt),
-        str(token.position),
-        *probabilities,
-    )
 
 
 def location_lines(layers: LayerDifferences) -> list[str]:
@@ -192,7 +172,6 @@ def _cells(row: LedgerRow) -> tuple[str, ...]:
         ABSENT if row.after is None else f"{row.after.k3:.3g}",
         ABSENT if change is None else f"{change.value:+.2g} [{change.low:+.2g}, {change.high:+.2g}]",
         _percent(row.share),
-        ABSENT if row.throughput is None else f"{row.throughput:+.0%}",
         row.verdict + ("" if row.is_confirmed is None else ", confirmed" if row.is_confirmed else ", not confirmed"),
     )
 
@@ -211,84 +190,3 @@ def as_json(result: ProbeResult) -> Mapping[str, Any]:
     """Return the result as JSON values."""
     content = dataclasses.asdict(result)
     return {"version": JSON_VERSION, "sentence": sentence(result), "set": recipe_lines(result), **content}
-
-
-_PAGE = Path(__file__).with_name("page.html")
-
-
-def write_html(path: Path, result: ProbeResult) -> None:
-    """Write the result as one HTML page that needs no network and no script.
-
-    Raises:
-        MissingDependencyError: jinja2 is not installed.
-    """
-    jinja2 = require("jinja2", "an HTML report needs", "diagnose")
-    template = jinja2.Environment(autoescape=True).from_string(_PAGE.read_text(encoding="utf-8"))
-    ledger = result.ledger
-    gaps = [*ledger.triangle.items(), *ledger.repetitions.items()]
-    bars = _waterfall(result)
-    plots = {name: _layer_plot(layers) for name, layers in result.layers.items() if layers.grown}
-    rows = [{"cells": _cells(row), "evidence": _evidence(row)} for row in ledger.rows]
-    page = template.render(
-        result=result,
-        notes=[line for row in ledger.rows for line in _notes(row)],
-        sentence=sentence(result),
-        lines=recipe_lines(result),
-        bars=bars,
-        plots=plots,
-        where={name: location_lines(layers) for name, layers in result.layers.items()},
-        worst=[_token_cells(token) for token in result.worst],
-        columns=_COLUMNS,
-        rows=rows,
-        gaps=gaps,
-    )
-    path.write_text(page, encoding="utf-8")
-
-
-_WIDTH = 30.0  # rem, of the whole mismatch
-
-
-def _waterfall(result: ProbeResult) -> list[dict[str, str]]:
-    """Return the bars from the whole mismatch down to what no switch explains, each beginning where the last ended."""
-    culprits = result.ledger.culprits
-    shares = {row.switch.id: row.share if row.shapley is None else row.shapley for row in culprits}
-    bars = [("mismatch", 1.0, 0.0, 1.0)]
-    top = 1.0
-    for name, share in shares.items():
-        part = min(share or 0.0, top)
-        bars.append((name, share or 0.0, top - part, part))
-        top -= part
-    bars.append(("not explained", top, 0.0, top))
-    return [
-        {
-            "name": name,
-            "share": _percent(share),
-            "start": f"{_WIDTH * start:.2f}",
-            "width": f"{_WIDTH * width:.2f}",
-            "colour": VERMILION if name in ("mismatch", "not explained") else BLUE,
-        }
-        for name, share, start, width in bars
-    ]
-
-
-def _layer_plot(layers: LayerDifferences) -> list[dict[str, str]]:
-    """Return a bar for each layer and operator, with lengths by the logarithm of its difference."""
-    values = {**{f"{name}, as both run": value for name, value in layers.grown.items()}, **layers.arising}
-    smallest = min((value for value in values.values() if value > 0), default=1.0)
-    span = max(math.log10(max(max(values.values(), default=1.0), smallest) / smallest), 1.0)
-    return [
-        {
-            "name": name,
-            "value": f"{value:.2g}",
-            "width": f"{_WIDTH * (1 + math.log10(value / smallest)) / (1 + span):.2f}" if value > 0 else "0",
-            "colour": VERMILION if name in layers.arising and value > layers.floor else BLUE,
-        }
-        for name, value in values.items()
-    ]
-
-
-def _evidence(row: LedgerRow) -> str:
-    """Return what was read back of a switch, and the note."""
-    listed = [f"{name}: {before[:80]} → {after[:80]}" for name, (before, after) in list(row.differences.items())[:4]]
-    more = len(row.differences) - len(listed)
-    return "; ".join([*listed, *([f"{more} more"] if more > 0 else []), *([row.note] if row.note else [])])

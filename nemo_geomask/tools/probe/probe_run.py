@@ -14,7 +14,7 @@ from nemo_geomask.tools.probe.attribution import attribute_mismatch
 from nemo_geomask.tools.probe.engine_scores import PROCESSOR
 from nemo_geomask.tools.probe.free_checks import FreeCheck, free_checks
 from nemo_geomask.tools.probe.ledger import Ledger, LedgerRow
-from nemo_geomask.tools.probe.locations import LayerDifferences, PositionBin, TokenGap, by_position, worst_tokens
+from nemo_geomask.tools.probe.locations import LayerDifferences
 from nemo_geomask.tools.probe.scored_arms import BASE
 from nemo_geomask.tools.probe.start_store import Launcher, StartStore
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch, mismatch_switches
@@ -52,8 +52,6 @@ class ProbeResult:
     ledger: Ledger  # the ledger
     # differences of hidden states: ``baseline``, and by id those with a switch that explains or contributes
     layers: Mapping[str, LayerDifferences]
-    positions: tuple[PositionBin, ...]  # mean |Δ| by position in the response
-    worst: tuple[TokenGap, ...]  # tokens with the largest |Δ|
     tokens: int  # number of response tokens
     seconds: float  # total time
     runs: int  # number of starts that were run now; the others were stored
@@ -199,8 +197,6 @@ def probe(
         checks=tuple(checks),
         ledger=ledger,
         layers=layers,
-        positions=by_position(runner.tokens, decode, runner.prefill(), trainer),
-        worst=worst_tokens(runner.tokens, decode, trainer, store.frozen().get("texts", {})),
         tokens=len(decode),
         seconds=time.monotonic() - began,
         runs=store.runs,

@@ -22,7 +22,6 @@ EXCLUDED = -1000.0
 class FrozenTokens:
     """The response tokens of the frozen sequences, one after the other."""
 
-    ids: Any  # token ids, [N]
     prompts: Any  # number of each token's prompt, [N]
     positions: Any  # position of each token in its response, [N]
     lengths: tuple[int, ...]  # length of each response, [S]
@@ -37,7 +36,6 @@ class FrozenTokens:
         lengths = tuple(len(sequence) - prompt for sequence, prompt in pairs)
         prompts = numpy.repeat(numpy.asarray(frozen["prompts"]), lengths)
         return cls(
-            ids=numpy.concatenate([sequence[prompt:] for sequence, prompt in pairs]).astype(numpy.int64),
             prompts=prompts,
             positions=numpy.concatenate([numpy.arange(length) for length in lengths]),
             lengths=lengths,

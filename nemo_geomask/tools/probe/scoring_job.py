@@ -2,7 +2,7 @@
 
 The job's file is JSON: ``frozen``, path of the frozen sequences, which are sampled and written if the file is missing;
 ``prompts`` and ``generations``, numbers of what is sampled; ``decode`` and ``trainer``, requests by name, each with its
-options; ``prefill``, True to score the prompt too; ``states``, number of sequences whose hidden states are compared by
+options; ``states``, number of sequences whose hidden states are compared by
 layer; ``engine``, settings below ``policy.generation`` with which the engine is restarted first, or null; ``out``, path
 of the answer; ``more``, path of the next job's file, or null for none. The answer is written in one piece. The driver
 waits for the next job; an empty object ends it.
@@ -10,11 +10,10 @@ waits for the next job; an empty object ends it.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,49 +76,38 @@ class Session:
 
     def answer(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Return the scores that a job asks for."""
-        seconds: dict[str, float] = {}
         if job["engine"] is not None:
-            with _timed(seconds, "engine"):
-                for actor in self.actors:
-                    call(actor, engine_scores.restart_engine, job["engine"])
-                self.generation.prepare_refit_info(self.policy.prepare_refit_info())
-        with _timed(seconds, "refit"):
-            refit(self)
-            if self._adapters is None:
-                self._adapters = self._deliver_adapters()
+            for actor in self.actors:
+                call(actor, engine_scores.restart_engine, job["engine"])
+            self.generation.prepare_refit_info(self.policy.prepare_refit_info())
+        refit(self)
+        if self._adapters is None:
+            self._adapters = self._deliver_adapters()
         frozen_file = Path(job["frozen"])
         if not frozen_file.is_file():
-            with _timed(seconds, "sampling"):
-                frozen = _sampled(self.generation, self._loader, self._tokenizer, job)
-                self.sample_by_trainer(frozen)
-                ids = sorted({token for sequence in frozen["sequences"] for token in sequence})
-                frozen["texts"] = {str(token): self._tokenizer.decode([token]) for token in ids}
-                write_json_file(frozen_file, frozen)
+            frozen = _sampled(self.generation, self._loader, self._tokenizer, job)
+            self.sample_by_trainer(frozen)
+            write_json_file(frozen_file, frozen)
         frozen = json.loads(frozen_file.read_text(encoding="utf-8"))
         sequences, lengths = frozen["sequences"], frozen["prompt_lengths"]
-        answer: dict[str, Any] = {"decode": {}, "trainer": {}, "prefill": None, "seconds": seconds}
-        answer["adapters"] = self._adapters
-        with _timed(seconds, "engine's scores"):
-            for name, options in job["decode"].items():
-                answer["decode"][name] = call(self.actors[0], engine_scores.decode_scores, sequences, lengths, options)
-            if job["prefill"]:
-                answer["prefill"] = call(self.actors[0], engine_scores.prefill_scores, sequences, lengths)
-            answer["engine_settings"] = call(self.actors[0], resolved_settings.engine_settings)
-            try:
-                chosen = sequences[: job["states"]]
-                states = [call(self.actors[0], layer_states.capture_engine, sequence) for sequence in chosen]
-            except Exception as error:  # as in _layers
-                states = []
-                answer["layers"] = {"error": _cause_of(error)}
+        answer: dict[str, Any] = {"decode": {}, "trainer": {}, "adapters": self._adapters}
+        for name, options in job["decode"].items():
+            answer["decode"][name] = call(self.actors[0], engine_scores.decode_scores, sequences, lengths, options)
+        answer["prefill"] = call(self.actors[0], engine_scores.prefill_scores, sequences, lengths)
+        answer["engine_settings"] = call(self.actors[0], resolved_settings.engine_settings)
+        try:
+            chosen = sequences[: job["states"]]
+            states = [call(self.actors[0], layer_states.capture_engine, sequence) for sequence in chosen]
+        except Exception as error:  # as in _layers
+            states = []
+            answer["layers"] = {"error": _cause_of(error)}
         self._end_generation()
-        with _timed(seconds, "trainer's scores"):
-            if job["trainer"]:
-                self.policy.prepare_for_lp_inference()
-            for name, options in job["trainer"].items():
-                answer["trainer"][name] = trainer_scores(self.policy, self.config, self._tokenizer, frozen, options)
+        if job["trainer"]:
+            self.policy.prepare_for_lp_inference()
+        for name, options in job["trainer"].items():
+            answer["trainer"][name] = trainer_scores(self.policy, self.config, self._tokenizer, frozen, options)
         if states:
-            with _timed(seconds, "hidden states"):
-                answer["layers"] = self._layers(frozen, states)
+            answer["layers"] = self._layers(frozen, states)
         return answer
 
     def _deliver_adapters(self) -> dict[str, Any]:
@@ -235,13 +223,6 @@ def refit(session: Session) -> None:
     colocated = session.config["generation"]["colocated"]["enabled"]
     refit_generation = importlib.import_module("nemo_rl.algorithms.grpo").refit_policy_generation
     refit_generation(session.policy, session.generation, colocated)
-
-
-@contextlib.contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    began = time.monotonic()
-    yield
-    seconds[name] = round(time.monotonic() - began, 3)
 
 
 def _engines(generation: Any) -> list[Any]:

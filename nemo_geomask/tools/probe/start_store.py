@@ -60,7 +60,6 @@ class StartAnswer:
     # groups of weights that differ between trainer and engine after the refit; None if not compared
     weights: Sequence[str] | None
     sent: str  # checksum of the weights that the trainer sent; empty if it is not known
-    seconds: float  # time of the start and its scores
 
 
 class StartStore:
@@ -128,7 +127,7 @@ class StartStore:
         with _stored(file):
             if not content["error"]:
                 self._check_scores(start, content, file)
-            return StartAnswer(**{name: content[name] for name in ("error", "scores", "weights", "sent", "seconds")})
+            return StartAnswer(**{name: content[name] for name in ("error", "scores", "weights", "sent")})
 
     def _check_scores(self, start: Start, content: Mapping[str, Any], file: Path) -> None:
         if content["frozen"] != _digest(self.frozen()):
@@ -154,7 +153,6 @@ class StartStore:
         job = {
             "frozen": str(self.frozen_file),
             "out": str(out),
-            "prefill": True,
             "states": _STATES,
             "engine": start.engine,
             "decode": start.decode,
@@ -163,16 +161,15 @@ class StartStore:
         }
         began = time.monotonic()
         outcome = self._launcher(job, name=start.file_name, settings=start.settings, is_fresh=start.engine is None)
-        seconds = time.monotonic() - began
         self.runs += 1
-        self.seconds_of_runs[start.engine is None].append(seconds)
+        self.seconds_of_runs[start.engine is None].append(time.monotonic() - began)
         error = outcome.error[-_ERRORS_KEPT:]
         if not error and not out.is_file():
             error = "NeMo-RL's script ended without its training function, so nothing was scored"
         is_first = not any(file.parent.iterdir())
         # The first one fails for a reason outside the probe, which the user may have removed when it is resumed.
         if outcome.is_timeout or (error and is_first):
-            return StartAnswer(error, {}, None, "", seconds)
+            return StartAnswer(error, {}, None, "")
         content = {
             "name": start.name,
             "settings": dict(start.settings),
@@ -182,7 +179,6 @@ class StartStore:
             "frozen": "" if error else _digest(self.frozen()),
             "weights": _differing_weights(outcome.events),
             "sent": next((str(each["sent"]) for each in reversed(outcome.events) if "sent" in each), ""),
-            "seconds": seconds,
         }
         write_json_file(file, {"sha256": _digest(content), "content": content})
         out.unlink(missing_ok=True)

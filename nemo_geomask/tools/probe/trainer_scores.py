@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
-import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -67,7 +66,7 @@ def trainer_scores(
             ``policy`` such as ``logprob_batch_size``, in all workers for this request.
 
     Returns:
-        ``logprobs``: a list for each response; ``seconds``; ``settings``, what the forward passes really used.
+        ``logprobs``: a list for each response; ``settings``, what the forward passes really used.
     """
     workers = policy.worker_group.workers
     count = len(frozen["sequences"])
@@ -78,15 +77,13 @@ def trainer_scores(
     settings = {name: value for name, value in options.items() if name != "reversed"}
     with replaced_settings(workers, settings):
         call_all(workers, resolved_settings.watch_forward)
-        began = time.monotonic()
         logprobs = policy.get_logprobs(data)["logprobs"]
-        seconds = time.monotonic() - began
         resolved = call(workers[0], resolved_settings.trainer_settings)
     scores: list[list[float]] = [[] for _ in order]
     for row, index in enumerate(order):
         start, end = frozen["prompt_lengths"][index], len(frozen["sequences"][index])
         scores[index] = logprobs[row, start:end].float().tolist()
-    return {"logprobs": scores, "seconds": seconds, "settings": resolved}
+    return {"logprobs": scores, "settings": resolved}
 
 
 def whole_batches(count: int, policy: Any, config: Mapping[str, Any]) -> int:

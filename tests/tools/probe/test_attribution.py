@@ -157,9 +157,8 @@ def test_two_causes_on_both_sides_are_both_found_and_add_up(tmp_path):
     assert [row.switch.id for row in ledger.culprits] == ["cache", "fusion"]
     cache, fusion = ledger.culprits
     assert (cache.verdict, fusion.verdict) == ("explains", "contributes")
-    assert cache.shapley + fusion.shapley == pytest.approx(1.0, abs=1e-6)
     # Alone it brings 0.12² of 0.2² + 0.12².
-    assert fusion.shapley == pytest.approx(0.12**2 / (0.2**2 + 0.12**2), rel=0.15)
+    assert fusion.share == pytest.approx(0.12**2 / (0.2**2 + 0.12**2), rel=0.25)
     assert cache.last_share == pytest.approx(cache.share, rel=0.25)
 
 
@@ -175,7 +174,7 @@ def test_the_gap_is_shown_by_who_sampled_the_tokens(tmp_path):
 def test_two_causes_in_one_group_are_told_apart(tmp_path):
     ledger = ledger_of(tmp_path, stack(("cache", 0.2), ("head", 0.2)))
     assert {row.switch.id for row in ledger.culprits} == {"cache", "head"}
-    assert all(0.3 < row.shapley < 0.7 for row in ledger.culprits)
+    assert all(0.3 < row.share < 0.7 for row in ledger.culprits)
 
 
 def test_nothing_is_found_where_nothing_is_planted(tmp_path):
@@ -344,7 +343,6 @@ def test_weights_that_a_refit_rounds_need_both_sides_together(tmp_path, replaces
     if fails_together:
         # What the trainer's dtype does alone is measured with the engine that got its weights.
         assert rows["trainer_dtype"].share < 0.1
-        assert rows["engine_dtype"].shapley + rows["trainer_dtype"].shapley == pytest.approx(1.0, abs=1e-6)
         return
     assert ledger.all_conservative.k3 < 1e-9
     assert (rows["engine_dtype"].verdict, rows["engine_dtype"].is_confirmed) == ("explains", True)
@@ -353,7 +351,6 @@ def test_weights_that_a_refit_rounds_need_both_sides_together(tmp_path, replaces
     # What comes back is the rounding and the trainer's own noise.
     assert trainer.last_share == pytest.approx((0.15**2 + 0.03**2) / (0.2**2 + 0.15**2 + 0.03**2), rel=0.25)
     assert trainer.share < 0.1
-    assert rows["engine_dtype"].shapley + trainer.shapley == pytest.approx(1.0, abs=1e-6)
 
 
 def test_a_start_of_both_sides_that_sends_other_weights_is_not_taken_for_either_side_alone(tmp_path):
@@ -403,7 +400,7 @@ def test_a_request_on_both_sides_changes_both(tmp_path):
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda text: text.replace('"seconds": 1.0', '"seconds": 2.0'), lambda text: text[:100]],
+    [lambda text: text.replace('"error": ""', '"error": "x"'), lambda text: text[:100]],
     ids=["changed", "cut"],
 )
 def test_a_damaged_file_of_scores_is_refused_by_its_name(tmp_path, damage):

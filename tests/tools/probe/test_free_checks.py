@@ -19,34 +19,15 @@ def scores(noise=0.01):
         "by_trainer": [index % 2 == 1 for index in range(10)],
     }
     tokens = FrozenTokens.from_frozen(frozen)
-    difference = noise * generator.standard_normal(len(tokens.ids))
+    difference = noise * generator.standard_normal(len(tokens.sampled))
     decode = tokens.sampled + tokens.by_trainer * difference
     trainer = tokens.sampled + ~tokens.by_trainer * difference
     return tokens, decode, decode.copy(), trainer
 
 
-def outcomes(
-    tokens,
-    decode,
-    prefill,
-    trainer,
-    weights=(),
-    is_neutral=True,
-    again=None,
-    is_training=False,
-    trainer_error="",
-    adapters=None,
-):
-    checks = free_checks(
-        *(tokens, decode, prefill, trainer),
-        trainer_again=trainer if again is None else again,
-        is_training=is_training,
-        weights=weights,
-        is_neutral=is_neutral,
-        trainer_error=trainer_error,
-        adapters=adapters,
-    )
-    return {check.name: check for check in checks}
+def outcomes(tokens, decode, prefill, trainer, **options):
+    healthy = {"trainer_again": trainer, "is_training": False, "weights": (), "is_neutral": True}
+    return {check.name: check for check in free_checks(tokens, decode, prefill, trainer, **healthy | options)}
 
 
 def faults(checks):
@@ -69,11 +50,11 @@ def test_shifted_tokens_are_found(shift):
 def test_dropout_that_is_left_on_is_found():
     tokens, decode, prefill, trainer = scores()
     again = trainer + 0.1 * numpy.random.default_rng(6).standard_normal(len(trainer))
-    checks = outcomes(tokens, decode, prefill, trainer, again=again, is_training=True)
+    checks = outcomes(tokens, decode, prefill, trainer, trainer_again=again, is_training=True)
     assert faults(checks) == ["evaluation mode"]
     # Neither is a fault alone: training mode without dropout, and kernels that are not deterministic.
     assert faults(outcomes(tokens, decode, prefill, trainer, is_training=True)) == []
-    checks = outcomes(tokens, decode, prefill, trainer, again=again)
+    checks = outcomes(tokens, decode, prefill, trainer, trainer_again=again)
     assert checks["evaluation mode"].outcome == "noted"
     assert faults(checks) == []
 

@@ -1,13 +1,11 @@
-"""Where the sides part: operators in order, positions, worst tokens; against numbers computed by hand."""
+"""Where the sides part: operators in order, against numbers computed by hand."""
 
 import math
 
-import numpy
 import pytest
 
-from nemo_geomask.tools.probe.locations import by_position, layer_differences, worst_tokens
+from nemo_geomask.tools.probe.locations import layer_differences
 from nemo_geomask.tools.probe.probe_report import location_lines
-from nemo_geomask.tools.probe.scored_arms import EXCLUDED, FrozenTokens
 
 FLOAT32, BFLOAT16 = "19 torch.float32", "4 tokens 2×9 logits torch.bfloat16 training False"
 
@@ -56,44 +54,3 @@ def test_states_that_were_not_compared_say_why():
     failed = {"error": "EngineError: the engine is compiled"}
     assert "the engine is compiled" in location_lines(layer_differences(failed, [], []))[0]
     assert layer_differences(None, [], []).error
-
-
-def tokens(lengths):
-    return FrozenTokens.from_frozen(
-        {
-            "sequences": [[1, *range(10, 10 + length)] for length in lengths],
-            "prompt_lengths": [1] * len(lengths),
-            "prompts": list(range(len(lengths))),
-            "sampled": [[-1.0] * length for length in lengths],
-            "by_trainer": [False] * len(lengths),
-        }
-    )
-
-
-def test_positions_are_binned_and_means_are_of_the_tokens_there():
-    frozen = tokens([20, 9])
-    decode = numpy.zeros(29)
-    prefill = -(frozen.positions == 3).astype(float)
-    trainer = frozen.positions / 100
-    bins = by_position(frozen, decode, prefill, trainer)
-    assert [(each.first, each.last, each.tokens) for each in bins] == [
-        *((0, 2, 6), (3, 5, 6), (6, 8, 6), (9, 11, 3), (12, 14, 3), (15, 17, 3), (18, 19, 2))
-    ]
-    assert [each.decode_prefill for each in bins] == pytest.approx([0, 1 / 3, 0, 0, 0, 0, 0])
-    assert bins[1].trainer_decode == pytest.approx(0.04)
-
-
-def test_the_worst_tokens_come_first_with_text_and_place():
-    frozen = tokens([3, 12])
-    trainer = numpy.zeros(15)
-    trainer[[1, 4]] = -0.5, -2.0
-    worst = worst_tokens(frozen, numpy.zeros(15), trainer, {"11": " ten"})
-    assert len(worst) == 10
-    assert [(each.token, each.text, each.prompt, each.position, each.trainer) for each in worst[:2]] == [
-        (11, " ten", 1, 1, -2.0),
-        (11, " ten", 0, 1, -0.5),
-    ]
-
-
-def test_a_token_that_a_filter_excludes_is_a_large_gap_and_no_error():
-    assert tokens([2]).flat([[-1.0, -math.inf]], "decode").tolist() == [-1.0, EXCLUDED]

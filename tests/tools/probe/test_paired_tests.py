@@ -31,5 +31,6 @@ def test_more_pairs_than_can_be_enumerated_are_refused():
 
 def test_holms_correction_equals_that_by_hand():
     assert holm([0.01, 0.04, 0.03]) == [0.03, 0.06, 0.06]
-    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([0.04, 0.001, 0.03, 0.5]) == pytest.approx([0.09, 0.004, 0.09, 0.5])
+    assert holm([0.9, 0.5]) == [1.0, 1.0]
     assert holm([]) == []

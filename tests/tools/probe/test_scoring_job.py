@@ -75,7 +75,7 @@ def session(monkeypatch, tmp_path):
     (tmp_path / "frozen.json").write_text(json.dumps(FROZEN))
     config = {"policy": {"logprob_batch_size": 2, "make_sequence_length_divisible_by": 8}}
     made = scoring_job.Session(policy, generation, config, SimpleNamespace(pad_token_id=0), {})
-    job = {"frozen": str(tmp_path / "frozen.json"), "engine": None, "prefill": True, "states": 1}
+    job = {"frozen": str(tmp_path / "frozen.json"), "engine": None, "states": 1}
     return SimpleNamespace(session=made, job=job, seen=seen, trainer=trainer)
 
 
