@@ -24,7 +24,7 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.optional import require
 from nemo_geomask.parallel.local_processes import RankError, end_with_parent
-from nemo_geomask.tools.lab.checkpoint import find_checkpoint, remove_checkpoints, write_checkpoint
+from nemo_geomask.tools.lab.checkpoint import find_checkpoint, remove_checkpoint, write_checkpoint
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.ranks import Ranks, start_ranks
@@ -52,7 +52,7 @@ def train(runs: Sequence[Run], progress: Progress, *, jobs: int = 1) -> bool:
 
     Raises:
         ConfigError: a loss can't be built, there are too few prompts to validate on, the folder holds other files, or
-            all checkpoints of an unfinished run are damaged.
+            the checkpoint of an unfinished run is damaged.
         RankError: another process died.
     """
     for run in runs:
@@ -64,8 +64,7 @@ def train(runs: Sequence[Run], progress: Progress, *, jobs: int = 1) -> bool:
     _prepare_folder(runs[0].out)
     waiting = [run for run in runs if not run.finished]
     for run in waiting:
-        if damage := find_checkpoint(run)[1]:
-            progress.note(damage)
+        find_checkpoint(run)  # a damaged one is reported before training starts
     if len(waiting) < len(runs):
         progress.note(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished already.")
     with progress:
@@ -152,8 +151,8 @@ def _train_steps(run: Run, ranks: Ranks, sampler: Sampler | None = None) -> Iter
     history: list[Mapping[str, float]] = list(RunCurves.read(run.steps_file).history[:done]) if done else []
     if len(history) < done:
         raise ConfigError(
-            f"{run.steps_file} has {len(history)} steps, but the checkpoint in {run.folder} is of step {done}. Remove "
-            "the files state*.pt there to train the run again from its first step"
+            f"{run.steps_file} has {len(history)} steps, but {run.state_file} is of step {done}. Remove the latter to "
+            "train the run again from its first step"
         )
     facts = _collect_facts(run, trainer)
     with closing(trainer):
@@ -173,7 +172,7 @@ def _train_steps(run: Run, ranks: Ranks, sampler: Sampler | None = None) -> Iter
             if not last:
                 write_checkpoint(run, step, trainer.state())
             yield step, metrics["reward"]
-    remove_checkpoints(run)
+    remove_checkpoint(run)
     (run.folder / _ERROR_FILE).unlink(missing_ok=True)
 
 
@@ -181,15 +180,15 @@ def _resume_trainer(run: Run, ranks: Ranks, sampler: Sampler | None) -> tuple[Tr
     """Return a trainer, restored from a checkpoint if there is one, and its number of completed steps."""
     trainer = Trainer(run.recipe, _build_run_loss(run), ranks, sampler)
     # The first rank reads the checkpoint for all ranks, because it may write another before the other ranks read it.
-    checkpoint, _ = ranks.compute_on_first(lambda: find_checkpoint(run))
+    checkpoint = ranks.compute_on_first(lambda: find_checkpoint(run))
     if checkpoint is None:
         return trainer, 0
     try:
         trainer.restore(checkpoint.state)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise ConfigError(
-            f"{checkpoint.path} does not hold the state of this run ({type(error).__name__}). Remove it to resume from "
-            "the checkpoint before, or from the first step"
+            f"{run.state_file} does not hold the state of this run ({type(error).__name__}). Remove it to train the "
+            "run again from its first step"
         ) from None
     return trainer, checkpoint.step
 

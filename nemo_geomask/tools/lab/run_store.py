@@ -78,13 +78,8 @@ class Run:
 
     @property
     def state_file(self) -> Path:
-        """Latest checkpoint of an unfinished run; see :mod:`nemo_geomask.tools.lab.checkpoint`."""
+        """Checkpoint of an unfinished run; see :mod:`nemo_geomask.tools.lab.checkpoint`."""
         return self.folder / "state.pt"
-
-    @property
-    def previous_state_file(self) -> Path:
-        """Checkpoint before the one in ``state_file``, for the case that ``state_file`` is damaged."""
-        return self.folder / "state.previous.pt"
 
     @property
     def finished(self) -> bool:
