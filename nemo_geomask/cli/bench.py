@@ -11,8 +11,6 @@ from nemo_geomask.cli.arguments import positive_integer, positive_number
 from nemo_geomask.errors import ConfigError
 
 EXIT_STATUS = {0: "measured or estimated", 2: "a mistake in the arguments, the recipe or the installation"}
-KERNELS = ("auto", "triton", "torch")
-"""Values of ``--kernel``: ``nemo_geomask.kernels.KERNELS``, whose module needs torch."""
 _DTYPES = ("bfloat16", "float16", "float32")
 _Value = TypeVar("_Value")
 
@@ -111,12 +109,6 @@ def _logprobs(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--temperatures", _list(positive_number), "X,X,...", temperatures_help, [1.0])
     dtypes_help = f"types of hidden states and weight: {', '.join(_DTYPES)}"
     _add(parser, "--dtypes", _list(_dtype), "D,D,...", dtypes_help, _ByDevice(["bfloat16"], ["float32"]))
-    parser.add_argument(
-        "--grid",
-        action="store_true",
-        help="measure all combinations; default: vary one setting at a time around the first values",
-    )
-    parser.add_argument("--kernel", choices=KERNELS, default="auto", help="kernel of our paths (default: auto)")
     _add_paths(parser)
     _add_common(parser, repeats=_ByDevice(9, 5))
 

@@ -136,7 +136,7 @@ def _count_paths(rank: int, world: int, kind: str, names: Sequence[str]) -> dict
     return result
 
 
-def run(options: argparse.Namespace, setting: Setting, report: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+def run(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     """Measure the pooling of three statistics of sharded sequences over two ranks, on GPUs if there is one for each."""
     world = 2
     nccl = setting.device.type == "cuda" and dist.is_nccl_available() and torch.cuda.device_count() >= world

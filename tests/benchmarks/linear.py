@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,14 +93,13 @@ def cases_on(device: torch.device) -> list[LogprobCase]:
     return [first._replace(**change) for change in changes]
 
 
-def run(options: argparse.Namespace, setting: Setting, report: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+def run(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     # With bf16 logits, a CPU without matrix units takes half an hour for one step.
     paths = select(PATHS, options.paths or ("linear_logprobs" if setting.device.type == "cpu" else None))
     results = measure_cases(
         options.cases or cases_on(setting.device),
         lambda case: measure(case, setting, paths, options.repeats, options.seed),
         format_case,
-        report,
     )
     collectives = count_path_collectives("linear", [name for name in paths if name in TENSOR_PARALLEL])
     return {"cases": results, "collectives": collectives}

@@ -86,7 +86,7 @@ def _ours(sample: LogitSample, case: LogitCase, setting: Setting, *, in_place: b
     # The gradient may overwrite only logits that are the output of an operation. A view is one, at no cost.
     logits = sample.logits.view_as(sample.logits) if in_place else sample.logits
     options |= {"temperature": case.temperature, "entropy": case.entropy, "ignore_index": IGNORE}
-    options |= {"group": setting.group, "kernel": setting.kernel, "inplace_gradient": in_place}
+    options |= {"group": setting.group, "inplace_gradient": in_place}
     outputs = vocab_parallel_logprobs(logits, sample.targets, **options)
     return by_autograd(*(outputs if case.entropy else (outputs,)))
 

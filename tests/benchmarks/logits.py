@@ -172,13 +172,12 @@ def format_title(case: Row) -> str:
     return f"{case['title']}; a copy moves {case['copy_gb_s']:.1f} GB/s"
 
 
-def run(options: argparse.Namespace, setting: Setting, report: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+def run(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     paths = select(PATHS, options.paths)
     results = measure_cases(
         options.cases or cases_on(setting.device),
         lambda case: measure(case, setting, paths, options.repeats, options.seed),
         lambda case: format_rows(format_title(case), COLUMNS, case["paths"]),
-        report,
     )
     models = [
         {"path": name, "bytes_per_element": path.bytes_per_element(1.0), "counted": path.source}

@@ -28,8 +28,8 @@ _ALONE = "log-probs alone"
 _FROM_LOGITS = ("gspo", "gspo, sequence_mean weights, geometric mask")
 
 
-def run(options: argparse.Namespace, setting: Setting, report: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    result = loss.run(options, setting, report)
+def run(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
+    result = loss.run(options, setting)
     case = LogitCase(8192 if setting.device.type == "cuda" else 256, 0, 151_936)
     return {
         **result,
@@ -116,7 +116,7 @@ def measure_from_logits(setting: Setting, case: LogitCase, repeats: int, seed: i
     }
 
     def logprobs(sample: LogitSample) -> Tensor:
-        return vocab_parallel_logprobs(sample.logits, sample.targets, ignore_index=IGNORE, kernel=setting.kernel)
+        return vocab_parallel_logprobs(sample.logits, sample.targets, ignore_index=IGNORE)
 
     def alone(turn: int) -> Lap:
         sample = inputs.take(turn)

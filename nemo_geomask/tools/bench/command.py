@@ -24,22 +24,14 @@ def run_benchmark(
         name: ``logprobs``, ``loss`` or ``step``, and the name of the file.
         options: its options.
         device: the device.
-        run: another function of options, setting and a function that is called with each case, which returns the
-            result.
+        run: another function of options and setting, which returns the result.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     machine = describe_machine(device)
-    cases: list[dict[str, Any]] = []
-
-    def report(case: dict[str, Any]) -> None:
-        cases.append(case)
-        if options.out is not None:  # an interrupted run keeps its cases
-            write_result(options.out, name, machine, {"cases": cases}, partial=True)
-
     print("{name}, torch {torch}, {threads} threads, load {load}, {date}\n".format(**machine), flush=True)
     try:
-        result = (run or _RUNS[name])(options, Setting(device, getattr(options, "kernel", "auto")), report)
+        result = (run or _RUNS[name])(options, Setting(device))
     finally:
         close_group()
     if options.out is not None:

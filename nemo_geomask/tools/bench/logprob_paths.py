@@ -87,7 +87,7 @@ def refuse_entropy(case: LogprobCase) -> None:
 
 def _geomask_linear(sample: LogprobSample, case: LogprobCase, setting: Setting) -> Outputs:
     function: Any = linear_logprobs
-    options = {"group": setting.group, "entropy": case.entropy, "kernel": setting.kernel}
+    options = {"group": setting.group, "entropy": case.entropy}
     outputs = function(sample.hidden, sample.weight, sample.targets, temperature=case.temperature, **options)
     return outputs if case.entropy else (outputs, None)
 
@@ -95,7 +95,7 @@ def _geomask_linear(sample: LogprobSample, case: LogprobCase, setting: Setting) 
 def _geomask(sample: LogprobSample, case: LogprobCase, setting: Setting) -> Outputs:
     logits = torch.nn.functional.linear(sample.hidden, sample.weight)
     function: Any = vocab_parallel_logprobs
-    options = {"group": setting.group, "entropy": case.entropy, "kernel": setting.kernel, "inplace_gradient": True}
+    options = {"group": setting.group, "entropy": case.entropy, "inplace_gradient": True}
     outputs = function(logits, sample.targets, temperature=case.temperature, **options)
     return outputs if case.entropy else (outputs, None)
 

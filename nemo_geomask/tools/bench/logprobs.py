@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -136,7 +135,7 @@ def format_title(case: Row) -> str:
 
 
 def cases_of(options: argparse.Namespace) -> list[LogprobCase]:
-    """Return the cases that the options ask for: all combinations, or one value at a time that is not the first.
+    """Return the cases that the options ask for: in each, one value at most is not the first of its option.
 
     Raises:
         ConfigError: the vocabulary can't be divided into equal shards.
@@ -145,9 +144,7 @@ def cases_of(options: argparse.Namespace) -> list[LogprobCase]:
     values += [options.entropy, options.temperatures, [getattr(torch, name) for name in options.dtypes]]
     first = [field[0] for field in values]
     one_at_a_time = [(*first[:i], value, *first[i + 1 :]) for i, field in enumerate(values) for value in field]
-    cases = dict.fromkeys(
-        LogprobCase(*chosen) for chosen in (itertools.product(*values) if options.grid else one_at_a_time)
-    )
+    cases = dict.fromkeys(LogprobCase(*chosen) for chosen in one_at_a_time)
     for case in cases:
         if case.vocab % case.tp:
             raise ConfigError(
@@ -161,11 +158,11 @@ def format_case(case: Row) -> str:
     return format_rows(format_title(case), COLUMNS, case["paths"])
 
 
-def run(options: argparse.Namespace, setting: Setting, report: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """Measure what the options ask for and print the tables; ``report`` is called with each case's result."""
+def run(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
+    """Measure what the options ask for, and print the tables."""
     paths = select(PATHS, options.paths)
 
     def measure_case(case: LogprobCase) -> dict[str, Any]:
         return measure(case, setting, paths, options.repeats, options.seed)
 
-    return {"cases": measure_cases(cases_of(options), measure_case, format_case, report)}
+    return {"cases": measure_cases(cases_of(options), measure_case, format_case)}

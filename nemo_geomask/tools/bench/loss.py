@@ -201,7 +201,7 @@ def benchmark(
     return {"rows": rows, "length": length, "on_logprobs": on_logprobs}
 
 
-def run(options: argparse.Namespace, setting: Setting, report: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+def run(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     """Measure what the options ask for, and print the table."""
     rows, length = options.batch
     result = benchmark(

@@ -36,10 +36,9 @@ class NotApplicable(Absent):
 
 
 class Setting(NamedTuple):
-    """Device, kernel and process group with which the paths run."""
+    """Device and process group with which the paths run."""
 
     device: torch.device  # device of the tensors
-    kernel: str = "auto"  # the kernel of our paths, as in :func:`nemo_geomask.kernels.choose`
     group: dist.ProcessGroup | None = None  # the tensor-parallel group; None for one rank
 
     @property

@@ -54,22 +54,14 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def write_result(folder: Path, benchmark: str, machine: Row, result: Row, *, partial: bool = False) -> Path:
-    """Write ``<benchmark>-<machine>-<date>.json`` into a folder, which is made; return its path.
-
-    A ``partial`` result lacks cases that are yet to be measured. It gets the suffix ``.partial``, and the complete one
-    takes its place.
-    """
+def write_result(folder: Path, benchmark: str, machine: Row, result: Row) -> Path:
+    """Write ``<benchmark>-<machine>-<date>.json`` into a folder, which is made; return its path."""
     name = re.sub(r"[^a-z0-9]+", "-", str(machine["name"]).lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{benchmark}-{name}-{machine['date']}.json"
-    partial_path = path.with_suffix(".json.partial")
     content = {"version": JSON_VERSION, "benchmark": benchmark, "machine": machine, **result}
-    target = partial_path if partial else path
-    write_atomically(target, to_json(content) + "\n")
-    if not partial:
-        partial_path.unlink(missing_ok=True)
-    return target
+    write_atomically(path, to_json(content) + "\n")
+    return path
 
 
 def format_number(value: float) -> str:

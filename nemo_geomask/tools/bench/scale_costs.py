@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.recipe.input_limits import current_limits, parse_text, read_text, use_limits
+from nemo_geomask.recipe.input_limits import parse_text, read_text
 from nemo_geomask.tools.check import OutputWork
 
 _WITH_LOGITS = ("NeMo-RL", "NeMo-RL, in chunks", "geomask")
 _FUSED = "NeMo-RL, fused"
-_MAX_VALUES = 200_000
-"""Number of values that a file of results may have, unless the limit ``nodes`` is higher; a case has about 300."""
 
 
 class Costs(NamedTuple):
@@ -71,11 +68,8 @@ def read_costs(folder: Path, *, peak: float) -> Costs:
             f"nemo-geomask bench logprobs --out {folder} on the GPU"
         )
     (path,) = paths
-    limits = current_limits()
     try:
-        text = read_text(path)
-        with use_limits(replace(limits, nodes=max(limits.nodes, _MAX_VALUES))):
-            result = parse_text(json.loads, text, f"--measured: {path}", format_name="JSON")
+        result = parse_text(json.loads, read_text(path), f"--measured: {path}", format_name="JSON")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--measured: {path} can't be read: {getattr(error, 'strerror', None) or error}") from None
     try:

@@ -22,13 +22,13 @@ from nemo_geomask.tools.bench.decoder import (
     draw_step_batch,
 )
 from nemo_geomask.tools.bench.meters import metered, peak_memory
-from nemo_geomask.tools.bench.peers import Absent, Setting, lazily, select
+from nemo_geomask.tools.bench.peers import Setting, lazily, select
 from nemo_geomask.tools.bench.results import PATH, TIMES, Row, figure, format_number, format_rows
 from nemo_geomask.tools.bench.timing import (
     Clock,
     Lap,
     compare,
-    describe_error,
+    describe_failure,
     free_memory,
     measure_cases,
     short_collections,
@@ -125,11 +125,8 @@ def _agreement(
     for name, loss in losses.items():
         try:
             value, gradients = run(loss)
-        except Absent as reason:
-            rows[name] |= {"status": reason.status, "reason": str(reason)}
-            continue
         except Exception as error:  # a failing peer is reported and does not end the benchmark
-            rows[name] |= {"status": "failed", "reason": describe_error(error)}
+            rows[name] |= describe_failure(error)
             continue
         relative = [
             (gradient.double() - r.double()).norm() / r.double().norm().clamp(min=1e-30)
@@ -186,10 +183,8 @@ def find_longest_steps(
         try:
             tokens, too_long = find_longest(functools.partial(fits, loss), case.tokens)
             rows.append({"path": name, "status": "measured", "tokens": tokens, "too_long": too_long})
-        except Absent as reason:
-            rows.append({"path": name, "status": reason.status, "reason": str(reason)})
         except Exception as error:  # a failing peer is reported and does not end the benchmark
-            rows.append({"path": name, "status": "failed", "reason": describe_error(error)})
+            rows.append({"path": name, **describe_failure(error)})
     return {"limit_bytes": memory_limit, "paths": rows}
 
 
@@ -237,8 +232,8 @@ def longest_title(longest: Row) -> str:
     )
 
 
-def run(options: argparse.Namespace, setting: Setting, report: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """Measure what the options ask for, and print the tables; ``report`` is called with each case's result.
+def run(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
+    """Measure what the options ask for, and print the tables.
 
     Raises:
         ConfigError: the hidden size can't be divided among the heads, or a sequence is too short.
@@ -262,7 +257,7 @@ def run(options: argparse.Namespace, setting: Setting, report: Callable[[dict[st
     def format_case(case: Row) -> str:
         return format_rows(format_title(case), COLUMNS, case["paths"])
 
-    results = measure_cases(cases, measure_case, format_case, report)
+    results = measure_cases(cases, measure_case, format_case)
     limit = None if options.memory_limit is None else options.memory_limit * 1e9
     longest = find_longest_steps(cases[0], setting, losses, memory_limit=limit, seed=options.seed)
     print(format_rows(longest_title(longest), LONGEST_COLUMNS, longest["paths"]), flush=True)

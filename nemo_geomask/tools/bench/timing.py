@@ -125,10 +125,8 @@ def compare(
                 continue
             try:
                 lap = candidates[name](turn)
-            except Absent as reason:
-                rows[name] = {"status": reason.status, "reason": str(reason)}
             except Exception as error:  # a failing peer is reported and does not end the benchmark
-                rows[name] = {"status": "failed", "reason": describe_error(error)}
+                rows[name] = describe_failure(error)
                 free_memory()
             else:
                 laps[name] += [lap] if round_ >= warmup else []
@@ -177,15 +175,13 @@ def measure_cases(
     cases: Sequence[_Case],
     measure: Callable[[_Case], dict[str, Any]],
     format_case: Callable[[dict[str, Any]], str],
-    report: Callable[[dict[str, Any]], object],
 ) -> list[dict[str, Any]]:
-    """Measure the cases one after another, and print and report each result at once.
+    """Measure the cases one after another, and print each result at once.
 
     Args:
         cases: cases with a method ``describe()``; ``str`` of a case is its title.
         measure: function that returns the result of one case.
         format_case: function that returns the text of a result.
-        report: function that is called with each result.
 
     Returns:
         The results. The result of a case that does not fit into memory has the error and no paths.
@@ -201,7 +197,6 @@ def measure_cases(
         free_memory()
         results.append(result)
         print(f"{case}: {result['error']}\n" if "error" in result else format_case(result), flush=True)
-        report(result)
         print_time_left(done, len(cases), time.monotonic() - began, "cases")
     return results
 
@@ -211,6 +206,13 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def describe_failure(error: Exception) -> dict[str, str]:
+    """Return the ``status`` of a path that raised an error, and the ``reason``."""
+    if isinstance(error, Absent):
+        return {"status": error.status, "reason": str(error)}
+    return {"status": "failed", "reason": describe_error(error)}
 
 
 def describe_error(error: BaseException) -> str:

@@ -187,7 +187,7 @@ def test_longest_steps_under_a_limit_and_out_of_memory(monkeypatch):
 
 def test_command_writes_json_and_says_what_is_absent(tmp_path, capsys):
     assert main(["bench", "step", *TINY_SIZES.split(), "--memory-limit", "1e-9", "--out", str(tmp_path)]) == 0
-    (path,) = tmp_path.iterdir()  # nothing partial
+    (path,) = tmp_path.iterdir()
     written = json.loads(path.read_text())
     assert [case["case"]["tokens"] for case in written["cases"]] == [8, 12]
     assert written["cases"][0]["case"]["dtype"] == "float32"
@@ -202,19 +202,3 @@ def test_command_writes_json_and_says_what_is_absent(tmp_path, capsys):
             assert row["status"] == ("absent" if is_absent else "measured"), row
             if is_absent:
                 assert f"{row['path']}: absent: nemo_rl.distributed.model_utils can't be imported" in printed
-
-
-def test_an_interrupted_command_keeps_the_measured_cases(tmp_path, monkeypatch):
-    command = ["bench", "step", *TINY_SIZES.split(), "--paths", "linear", "--memory-limit", "1e-9"]
-    assert main([*command, "--out", str(tmp_path)]) == 0
-    (path,) = tmp_path.iterdir()
-    before = path.read_text()
-
-    def interrupt(*arguments, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(step, "find_longest_steps", interrupt)
-    assert main([*command, "--out", str(tmp_path)]) == 130
-    assert path.read_text() == before
-    (partial,) = tmp_path.glob("step-*.json.partial")
-    assert [case["case"]["tokens"] for case in json.loads(partial.read_text())["cases"]] == [8, 12]
