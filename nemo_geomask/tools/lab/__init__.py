@@ -6,20 +6,6 @@ the same machine, with the same versions of torch and transformers, gives the sa
 
 from __future__ import annotations
 
-from nemo_geomask.tools.lab.compare_specs import ComparedLoss, parse_compare
-from nemo_geomask.tools.lab.lab_recipe import LabRecipe
-from nemo_geomask.tools.lab.outcome import VariantSummary, summarize_variants
-from nemo_geomask.tools.lab.run_queue import train
-from nemo_geomask.tools.lab.run_store import Run, RunCurves, read_curves
+from nemo_geomask.tools.lab.run_store import read_curves
 
-__all__ = [
-    "ComparedLoss",
-    "LabRecipe",
-    "Run",
-    "RunCurves",
-    "VariantSummary",
-    "parse_compare",
-    "read_curves",
-    "summarize_variants",
-    "train",
-]
+__all__ = ["read_curves"]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from nemo_geomask.config import StrictModel, nearest, parse
 from nemo_geomask.config.plugins import PluginGroup
@@ -30,7 +30,6 @@ TASKS: PluginGroup[Any] = PluginGroup(
     built_in={
         "progressions": "nemo_geomask.tools.lab.tasks:Progressions",
         "lookups": "nemo_geomask.tools.lab.tasks:Lookups",
-        "answers": "nemo_geomask.tools.lab.tasks:Answers",
         "searches": "nemo_geomask.tools.lab.tasks:Searches",
     },
 )
@@ -141,9 +140,8 @@ class EnvConfig(StrictModel):
     name: Annotated[str, TASKS] = Field(
         "progressions",
         description="progressions: continue an arithmetic progression modulo a number; lookups: call a tool and repeat "
-        "its answer; answers: a reward of 0 or 1 for the last token of a long response; searches: a tool call that "
-        "finds something or not by luck, then a long answer. Otherwise a name in the group nemo_geomask.lab_tasks, or "
-        "module:attribute.",
+        "its answer; searches: a tool call that finds something or not by luck, then a long answer. Otherwise a name "
+        "in the group nemo_geomask.lab_tasks, or module:attribute.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Settings of a task from a plugin, which validates them."
@@ -185,8 +183,8 @@ class LabConfig(StrictModel):
     )
     device: Literal["cpu", "cuda"] = Field(
         "cpu",
-        description="Device of both engines, the loss and the optimiser. Initial weights, prompts and random numbers "
-        "are the same on both; other results differ by rounding.",
+        description="Device of both engines, the loss and the optimiser; CUDA_VISIBLE_DEVICES chooses the GPU. Initial "
+        "weights, prompts and random numbers are the same on both; other results differ by rounding.",
     )
     filter_logprobs: bool = Field(
         True,
@@ -205,13 +203,6 @@ class LabConfig(StrictModel):
         description="Bounds of the masks that `+preset` in --compare adds. Each key replaces the built-in value; null "
         "removes it.",
     )
-
-    @field_validator("device", mode="before")
-    @classmethod
-    def _check_name(cls, value: Any) -> Any:
-        if isinstance(value, str) and value not in ("cpu", "cuda") and ("gpu" in value or value.startswith("cuda:")):
-            raise ValueError(f"a GPU is called cuda, not {value}; CUDA_VISIBLE_DEVICES chooses which one")
-        return value
 
     @property
     def processes(self) -> int:

@@ -24,7 +24,7 @@ def report_results(
     console: Any,
     *,
     baseline: str | None = None,
-) -> list[VariantSummary]:
+) -> None:
     """Print the table of all runs in some folders; write ``summary.json`` and ``lab.png`` to ``out``.
 
     ``baseline`` is the label of the variant that the others are compared with; None: see :func:`default_baseline`.
@@ -46,21 +46,6 @@ def report_results(
     }
     (out / "summary.json").write_text(to_json(report) + "\n", encoding="utf-8")
     write_plot(curves, out / "lab.png")
-    return summaries
-
-
-def conclusion(summaries: Sequence[VariantSummary]) -> str:
-    """Return one sentence on how far the variants came, the highest first."""
-    rows = [summary.row for summary in summaries if summary.row["reward_last"] is not None]
-    ends = [
-        f"{row['variant']} at {row['reward_last']:.3f}"
-        for row in sorted(rows, key=lambda row: row["reward_last"], reverse=True)
-    ]
-    facts = summaries[0].curves[0].facts
-    return (
-        f"Trained in {facts['precision']} on what an engine samples by {facts['sampler']}, the reward ended with "
-        f"{', '.join(ends) or 'no run'} (mean of the last ten steps; chance is {facts['chance']:.3f})."
-    )
 
 
 def default_baseline(curves: Sequence[RunCurves]) -> str:
@@ -125,12 +110,6 @@ def _print_table(summaries: Sequence[VariantSummary], baseline: str, console: An
         table.add_column(as_text(label), justify="right")
     for name, cell in _LINES:
         table.add_row(name, *(cell(summary.row) for summary in summaries))
-    mixed = _packages_of_several_versions(summaries)
-    for package in mixed:
-        table.add_row(
-            as_text(f"version of {package}"),
-            *(as_text("\n".join(summary.row["versions"].get(package, "–"))) for summary in summaries),
-        )
     console.print(table)
     first = summaries[0].curves[0].facts
     seeds = {seed for summary in summaries for seed in summary.row["seeds"]}
@@ -139,23 +118,11 @@ def _print_table(summaries: Sequence[VariantSummary], baseline: str, console: An
         f"answers earn {first['chance']:.3f}.",
         "Δ = log π_train − log μ_generation of each sampled token; k3 estimates KL(μ ‖ π_train). ESS: effective sample "
         "size of the weights over their number. In brackets: weights that were not applied.",
-        f"These runs were trained with several versions of {' and '.join(mixed)}. Runs of one seed then have the same "
-        "initial weights and prompts, but different rounding, so a difference may come from the version."
-        if mixed
-        else "",
         "" if len(seeds) > 1 else "One seed does not rank variants: --seeds 1..5 before you conclude.",
         *(_describe_problems(summary) for summary in summaries),
     ):
         if line:
             console.print(line, highlight=False, markup=False)
-
-
-def _packages_of_several_versions(summaries: Sequence[VariantSummary]) -> list[str]:
-    versions: dict[str, set[str]] = {}
-    for summary in summaries:
-        for package, used in summary.row["versions"].items():
-            versions.setdefault(package, set()).update(used)
-    return [package for package, used in versions.items() if len(used) > 1]
 
 
 def _describe_problems(summary: VariantSummary) -> str:

@@ -94,7 +94,6 @@ def summarize_variants(curves: Sequence[RunCurves]) -> list[VariantSummary]:
             "unfinished": sorted(run.seed for run in runs if not run.finished),
             "errors": {run.seed: run.facts["error"] for run in runs if "error" in run.facts},
             "corrected": bool(runs[0].facts["corrected"]),
-            "versions": _versions(runs),
             "reward_first": _mean([series[0] for series in rewards.values()]),
             "reward_last": _mean([final_reward(series) for series in rewards.values()]),
             "reward_last_by_seed": {seed: final_reward(series) for seed, series in sorted(rewards.items())},
@@ -131,16 +130,6 @@ def group_by_variant(curves: Sequence[RunCurves]) -> Mapping[str, list[RunCurves
     for curve in curves:
         variants.setdefault(curve.label, []).append(curve)
     return variants
-
-
-def _versions(runs: Sequence[RunCurves]) -> dict[str, list[str]]:
-    """Return the versions of each package that the runs were trained with, in order of appearance."""
-    versions: dict[str, list[str]] = {}
-    for run in runs:
-        for package, version in run.facts.get("versions", {}).items():
-            if version not in versions.setdefault(package, []):
-                versions[package].append(version)
-    return versions
 
 
 def _moving_means(rewards: Sequence[float]) -> list[float]:

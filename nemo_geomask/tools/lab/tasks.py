@@ -211,23 +211,6 @@ class Progressions(NumberTask):
         return correct / terms
 
 
-@dataclass(frozen=True)
-class Answers(Progressions):
-    """Task of answering ``start + step :`` with the sum as the last token of a long response.
-
-    The reward is sparse: 1 or 0 for the last token, and all tokens get the same advantage. The environment ends the
-    response after a number of tokens that the policy does not know. All tokens but the last are arbitrary, but a
-    response of fewer than ``min_terms`` tokens earns nothing.
-    """
-
-    def reward(self, prompt: Sequence[int], response: Sequence[int], terms: int) -> float:
-        """Return 1 if the last token before EOS, or before the end of the response, is the sum; otherwise 0."""
-        answer = list(response[:terms])
-        if self.eos_id in answer:
-            answer = answer[: answer.index(self.eos_id)]
-        return float(len(answer) >= self.min_terms and answer[-1] == (prompt[0] + prompt[2]) % self.modulus)
-
-
 _REPLY_LENGTH = 3  # numbers in a reply of Lookups
 _ROUND_LENGTH = 1 + 2 * _REPLY_LENGTH  # tokens of a call, its reply and the repetition
 _SEARCH_LENGTH = 2  # tokens of a call and its reply in Searches

@@ -19,7 +19,7 @@ from nemo_geomask.optional import require
 from nemo_geomask.recipe import load_recipe
 from nemo_geomask.tools.lab.compare_specs import ComparedLoss, parse_compare
 from nemo_geomask.tools.lab.lab_recipe import SEEDS, LabRecipe
-from nemo_geomask.tools.lab.lab_report import conclusion, print_diagnosis, report_results
+from nemo_geomask.tools.lab.lab_report import print_diagnosis, report_results
 from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.run_queue import train
 from nemo_geomask.tools.lab.run_store import COMPUTE_KEYS, Run, RunCurves
@@ -58,9 +58,9 @@ def train_recipe(
     if not any(run.steps_file.exists() for run in runs):
         console.print("No step was completed; nothing to report.")
         return 130
-    summaries = report_results([folder], folder, console)
+    report_results([folder], folder, console)
     print_diagnosis([RunCurves.read(run.steps_file) for run in runs if run.steps_file.exists()], folder, console)
-    for line in (f"Steps, rollouts and summary: {folder}", f"Plot: {folder / 'lab.png'}", conclusion(summaries)):
+    for line in (f"Steps, rollouts and summary: {folder}", f"Plot: {folder / 'lab.png'}"):
         console.print(line, highlight=False, markup=False)
     return 130 if not complete else 0 if all(run.finished for run in runs) else 1
 

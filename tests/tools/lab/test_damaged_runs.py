@@ -118,9 +118,8 @@ def test_a_file_that_is_no_run_ends_the_report_with_its_name(tmp_path, capsys, d
 @pytest.mark.parametrize("text", ["[/red]", r"$\frac$", "$x"])
 def test_texts_of_a_run_are_no_markup(tmp_path, capsys, text):
     (tmp_path / "steps").mkdir()
-    facts = {**FACTS, "label": text, "sampler": text, "precision": text, "error": text, "versions": {text: text}}
+    facts = {**FACTS, "label": text, "sampler": text, "precision": text, "error": text}
     write_run(tmp_path / "steps" / "x.parquet", facts)
-    write_run(tmp_path / "steps" / "y.parquet", {**facts, "seed": 2, "versions": {text: "another"}})
     assert main(["lab", "report", str(tmp_path)]) == 0
     assert f"mismatch is {text} against" in " ".join(capsys.readouterr().out.split())
 

@@ -1,4 +1,4 @@
-"""The report on trained runs: which variant is the baseline, and which versions trained them."""
+"""The report on trained runs: which variant is the baseline."""
 
 from __future__ import annotations
 
@@ -74,13 +74,3 @@ def test_another_baseline_is_taken_by_its_label(report):
     assert summary["baseline"] == "a:token"
     with pytest.raises(ConfigError, match="no run of 'b' here; there are a:token, z:none"):
         report(("a:token", 0.5, TOKEN), ("z:none", 0.3, NONE), baseline="b")
-
-
-def test_several_versions_of_torch_are_in_the_table(report):
-    new, old = ({"versions": {"torch": version, "transformers": "5.8"}} for version in ("2.13.0", "2.11.0"))
-    summary, printed = report(("a:none", 0.3, {**NONE, **new}), ("b:token", 0.5, {**TOKEN, **old}))
-    (line,) = (line for line in printed.splitlines() if "version of torch" in line)
-    assert line.index("2.13.0") < line.index("2.11.0")
-    assert "several versions of torch. Runs of one seed" in " ".join(printed.split())
-    assert "version of transformers" not in printed
-    assert [row["versions"]["torch"] for row in summary["variants"]] == [["2.13.0"], ["2.11.0"]]

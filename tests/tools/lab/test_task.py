@@ -7,9 +7,9 @@ import torch
 
 from nemo_geomask import LossConfig
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.lab.lab_recipe import EnvConfig, GrpoConfig
+from nemo_geomask.tools.lab.lab_recipe import GrpoConfig
 from nemo_geomask.tools.lab.rollout import group_advantages, reward_kl_coefficient, token_advantages
-from nemo_geomask.tools.lab.tasks import Answers, Progressions, Prompts, draw_prompts, load_task
+from nemo_geomask.tools.lab.tasks import Progressions, Prompts, draw_prompts
 
 TASK = Progressions(modulus=7, min_terms=3, max_terms=9)
 PROMPT = [3, TASK.sign_id, 4, TASK.colon_id]
@@ -176,21 +176,6 @@ def test_a_kl_that_no_reward_has_is_an_error():
         reward_kl_coefficient(loss, GrpoConfig())
     assert reward_kl_coefficient(loss, GrpoConfig(adv_estimator=PLUS_PLUS)) == 0.1
     assert reward_kl_coefficient(LossConfig(reference_policy_kl_penalty=0.1), GrpoConfig()) == 0.0
-
-
-def test_answers_earn_1_or_0_for_the_last_token_of_a_long_response():
-    task = Answers.of(EnvConfig(name="answers", modulus=7, min_terms=3, max_terms=9))
-    cases = {
-        (5, 5, 0): 1.0,  # 3 + 4 modulo 7
-        (0, 0, 5): 0.0,
-        (5, 5, 0, EOS): 1.0,
-        (0, 0, 0, 5): 1.0,  # one token more than was asked for
-        (0, EOS): 0.0,  # too short
-        (5, 0, EOS, 0): 0.0,
-        (): 0.0,
-    }
-    assert {response: task.reward(PROMPT, response, 3) for response in cases} == cases
-    assert load_task(EnvConfig(name="answers")).chance == 0.1
 
 
 @pytest.mark.parametrize("held_out", [True, False])
