@@ -6,10 +6,13 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from nemo_geomask.config.loss_config import LossConfig
+from nemo_geomask.errors import GeomaskError
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_FIELDS
 from nemo_geomask.tools.check import RecipeFacts
+from nemo_geomask.tools.diagnose import find_run, read_step
 from nemo_geomask.yaml_text import as_yaml
 
 TOLERANCE = 1e-5
@@ -110,6 +113,20 @@ def control_overrides(facts: RecipeFacts) -> tuple[str, ...]:
 
 Samples = Mapping[int, Sequence[Sequence[float]]]
 """By step, token ids and the sampler's log-probs of the trained tokens, one after another."""
+
+
+def read_samples(source: Path) -> Samples:
+    """Return what a run sampled, from its records or NeMo-RL's logs; empty if they can't be read."""
+    try:
+        run = find_run(source)
+        samples = {}
+        for step in run.steps:
+            blocks = [(block.tokens, block.tokens["mask"].astype(bool)) for block in read_step(run, step)]
+            names = [name for name in ("tokens", "gen") if all(name in tokens for tokens, _ in blocks)]
+            samples[step] = [[x for tokens, mask in blocks for x in tokens[name][mask].tolist()] for name in names]
+    except GeomaskError:
+        return {}
+    return samples
 
 
 def compare(

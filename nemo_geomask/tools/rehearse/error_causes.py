@@ -88,7 +88,7 @@ CAUSES: Sequence[tuple[str, str, str]] = (
 
 def likely_cause(
     text: str, error: str = "", settings: Mapping[str, object] | None = None
-) -> tuple[str, str | None] | None:
+) -> tuple[str | None, str | None]:
     """Return the setting that is likely behind an error, and what to do.
 
     Args:
@@ -96,7 +96,8 @@ def likely_cause(
             precedence over the patterns.
 
     Returns:
-        The setting and the way out, or None for the way out if the error itself says it; None if no cause is known.
+        The setting and the way out, or None for the way out if the error itself says it; twice None if no cause is
+        known.
     """
     settings = settings or {}
     module = plugin_module(str(settings.get("loss_fn.name", "")))
@@ -110,7 +111,7 @@ def likely_cause(
         if key is not None:
             return key, fix
     matches = ((re.search(pattern, text), setting, fix) for pattern, setting, fix in CAUSES)
-    return next(((match.expand(setting), fix) for match, setting, fix in matches if match), None)
+    return next(((match.expand(setting), fix) for match, setting, fix in matches if match), (None, None))
 
 
 def plugin_module(loss_name: str) -> str:

@@ -9,14 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-STAGES = (
-    *("validation", "start", "workers", "refit", "sampling", "log-probs", "veto", "step", "val", "metrics"),
-    "checkpoint",
-)
-"""Stages of a rehearsal, in the order in which they first begin.
-
-In ``validation``, ``check`` validates the recipe; in ``val``, NeMo-RL validates the policy on prompts.
-"""
+STAGES = (*("start", "workers", "refit", "sampling", "log-probs", "veto", "step", "val", "metrics", "checkpoint"),)
+"""Stages of a run, in the order in which they first begin; in ``val``, NeMo-RL validates the policy on prompts."""
 
 _LABELS: Mapping[str, tuple[str, ...]] = {
     # By stage: prefixes of labels of NeMo-RL's Timer, of all trainers, from v0.6.0 to main.

@@ -10,16 +10,19 @@ shifted) are those of ``diagnose``.
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from nemo_geomask.errors import GeomaskError
 from nemo_geomask.tools.diagnose import (
     UNSURE_LOGPROB,
+    LogprobGap,
+    LogprobPairs,
+    RunFiles,
     diagnose,
     find_run,
     logit_noise,
@@ -30,9 +33,6 @@ from nemo_geomask.tools.diagnose import (
     trainer_column,
 )
 from nemo_geomask.tools.rehearse.healthy_limits import HealthyLimits
-
-if TYPE_CHECKING:
-    from nemo_geomask.tools.diagnose import LogprobGap, LogprobPairs, RunFiles
 
 MIN_TOKENS = 24
 """Trained tokens below which the size of the mismatch is not judged."""
@@ -176,7 +176,6 @@ def _looks_filtered(measured: Mismatch) -> bool:
 
 def _measure(run: RunFiles, limits: HealthyLimits, *, is_filtered: bool) -> Mismatch:
     """Measure the mismatch over all trained tokens of a run."""
-    np: Any = importlib.import_module("numpy")
     # NeMo-RL leaves π_old at 0 if the loss does not need it. Before the first update, π_θ has the same values.
     parts = {
         step: [select_pairs(block, "gen", trainer_column(block)) for block in read_step(run, step)]
@@ -198,7 +197,6 @@ def _noise_of_worst_tenth(parts: Sequence[LogprobPairs]) -> float | None:
 
     What a few sequences have, such as those whose prompt was cached before a refit, hardly moves the median of all.
     """
-    np: Any = importlib.import_module("numpy")
     typical: list[float] = []
     for pairs in parts:
         sizes = logit_noise(pairs.second - pairs.first, pairs.first)

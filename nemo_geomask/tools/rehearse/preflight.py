@@ -12,6 +12,7 @@ import importlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from nemo_geomask.hosts.nemo_rl.training_step import stop_recording
 from nemo_geomask.recipe import Recipe, read_recipe
 from nemo_geomask.tools.check import RecipeFacts
 from nemo_geomask.tools.diagnose import find_run, survey_run
-from nemo_geomask.tools.rehearse import event_hooks, usual_mismatch
+from nemo_geomask.tools.rehearse import event_hooks
 from nemo_geomask.tools.rehearse.event_log import Events, read_events
-from nemo_geomask.tools.rehearse.gate import unmet_conditions
+from nemo_geomask.tools.rehearse.gate import judge
+from nemo_geomask.tools.rehearse.healthy_limits import REAL_UPDATE, usual_limits
 from nemo_geomask.tools.rehearse.hosted_job import make_empty
-from nemo_geomask.tools.rehearse.judgement import with_records
-from nemo_geomask.tools.rehearse.run_outcome import RunEvidence, RunResult, outcome_of
+from nemo_geomask.tools.rehearse.run_outcome import RunResult, outcome_of
 from nemo_geomask.tools.rehearse.run_report import run_lines, verdict_lines
 from nemo_geomask.tools.rehearse.setting_changes import Change
 from nemo_geomask.tools.shared.usual_mismatch import precisions
@@ -145,9 +146,8 @@ class Preflight:
         outcome = outcome_of(
             events, status=0, steps=len(steps), started=self._started, ended=time.time(), expected_stages=frozenset()
         )
-        evidence = RunEvidence(
-            events=events,
-            metrics=outcome.metrics,
+        run = replace(
+            outcome,
             steps=steps,
             loss_name=facts.config.name,
             records=self._records,
@@ -158,17 +158,15 @@ class Preflight:
             experts = bool(survey_run(find_run(self._records), steps).experts)
         except GeomaskError:
             experts = False
-        evidence = with_records(
-            evidence,
+        return judge(
+            run,
             self._records,
-            limits=usual_mismatch.usual_limits(facts, experts=experts),
-            update_limits=usual_mismatch.UPDATE,
+            limits=usual_limits(facts, experts=experts),
+            update_limits=REAL_UPDATE,
             config=facts.config,
             rows=int(facts.number("policy.train_global_batch_size") or 1),
             is_filtered=facts.filter_key is not None,
         )
-        verdicts = {"mismatch": evidence.mismatch, "update": evidence.update, "replayed": len(evidence.replayed)}
-        return outcome.judged(unmet_conditions(evidence), **verdicts)
 
     def _worst_tokens(self) -> list[str]:
         """Return lines on the tokens that differ most between the engines, with the text before them."""

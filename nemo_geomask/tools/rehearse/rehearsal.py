@@ -13,11 +13,7 @@ from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.hosts.nemo_rl.facts import has_kl_score_function
 from nemo_geomask.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
 from nemo_geomask.tools.check import Finding, RecipeFacts, check
-from nemo_geomask.tools.rehearse.control_run import (
-    Comparison,
-    control_overrides,
-    settings_of_ours_alone,
-)
+from nemo_geomask.tools.rehearse.control_run import Comparison, compare, control_overrides, settings_of_ours_alone
 from nemo_geomask.tools.rehearse.plan import Plan
 from nemo_geomask.tools.rehearse.refusals import errors_of
 from nemo_geomask.tools.rehearse.rehearsed_run import (
@@ -59,9 +55,7 @@ class Rehearsal:
     @property
     def resumptions(self) -> tuple[Comparison, ...]:
         """Comparisons of the last step with the resumed one; empty if none was resumed."""
-        if self.outcome is None or self.resumed is None:
-            return ()
-        return tuple(self.outcome.compare(self.resumed))
+        return _compared(self.outcome, self.resumed)
 
     @property
     def resume_cause(self) -> Finding | None:
@@ -75,9 +69,7 @@ class Rehearsal:
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
         """Comparisons of the run with the control; empty without a control."""
-        if self.outcome is None or self.control is None:
-            return ()
-        return tuple(self.outcome.compare(self.control))
+        return _compared(self.outcome, self.control)
 
     @property
     def ok(self) -> bool:
@@ -93,6 +85,12 @@ class Rehearsal:
             return False
         comparisons = (*self.comparisons, *(() if self.resume_changes else self.resumptions))
         return trained and all(comparison.equal for comparison in comparisons if comparison.sampled_alike)
+
+
+def _compared(run: RunResult | None, other: RunResult | None) -> tuple[Comparison, ...]:
+    if run is None or other is None:
+        return ()
+    return tuple(compare(run.metrics, other.metrics, (run.samples, other.samples)))
 
 
 def has_gpus() -> bool:
@@ -193,7 +191,7 @@ def rehearse(
             resumed = run_plan(resumed_facts, resumed_plan, resumed_args, folder / "resumed", settings, saved)
         else:
             missing = f"{saved} is not there: checkpointing: saved or kept no checkpoint of step {steps - 1}"
-            resumed = RunResult((), RunFailure("checkpoint", missing, missing), {})
+            resumed = RunResult((), RunFailure("checkpoint", missing), {})
         result = replace(result, resumed=resumed)
     return replace(result, seconds=time.monotonic() - began)
 

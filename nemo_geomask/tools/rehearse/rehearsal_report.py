@@ -10,7 +10,7 @@ from nemo_geomask.tools.rehearse.json_format import RehearsalJson
 from nemo_geomask.tools.rehearse.mismatch_check import Mismatch
 from nemo_geomask.tools.rehearse.plan import Plan
 from nemo_geomask.tools.rehearse.rehearsal import Rehearsal
-from nemo_geomask.tools.rehearse.run_outcome import RunResult, Stage
+from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult, Stage
 from nemo_geomask.tools.rehearse.run_report import absent_requirements, row, run_lines, sentence, verdict_lines
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, replace_nonfinite
 from nemo_geomask.tools.shared.terminal_tables import count_with_noun
@@ -153,10 +153,10 @@ def _fields(rehearsal: Rehearsal) -> dict[str, Any]:
         **result,
         **_run_as_json(outcome),
         "stages": [validation, *map(_stage_as_json, outcome.stages)],
-        "workers": list(outcome.workers),
+        "workers": outcome.workers,
         "control": _control_as_json(rehearsal),
         "resumed": _resumed_as_json(rehearsal),
-        "unmet": [vars(unmet) for unmet in outcome.unmet],
+        "unmet": [_failure_as_json(unmet) for unmet in outcome.unmet],
         "weights": [
             {key: value for key, value in event.items() if key not in ("at", "kind")} for event in outcome.weights
         ],
@@ -209,10 +209,15 @@ def _resumed_as_json(rehearsal: Rehearsal) -> dict[str, Any] | None:
 
 def _run_as_json(run: RunResult) -> dict[str, Any]:
     return {
-        "failure": None if run.failure is None else vars(run.failure),
-        "loss": dict(run.loss),
+        "failure": None if run.failure is None else _failure_as_json(run.failure),
+        "loss": run.loss,
         "metrics": {str(step): dict(values) for step, values in run.metrics.items()},
     }
+
+
+def _failure_as_json(failure: RunFailure) -> dict[str, Any]:
+    traceback = failure.traceback or failure.error
+    return {**{key: value for key, value in vars(failure).items() if key != "traceback"}, "text": traceback}
 
 
 def _comparisons(comparisons: tuple[Comparison, ...]) -> list[dict[str, Any]]:

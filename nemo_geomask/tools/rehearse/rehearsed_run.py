@@ -6,21 +6,19 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.hosts.nemo_rl import accepted_apis
 from nemo_geomask.tools.check import RecipeFacts, has_experts
-from nemo_geomask.tools.rehearse.control_run import Samples
 from nemo_geomask.tools.rehearse.event_log import STAGES, read_events
-from nemo_geomask.tools.rehearse.gate import unmet_conditions
+from nemo_geomask.tools.rehearse.gate import judge
 from nemo_geomask.tools.rehearse.healthy_limits import healthy_limits, update_limits
-from nemo_geomask.tools.rehearse.judgement import has_arrow, read_samples, with_records
 from nemo_geomask.tools.rehearse.launch_environment import has_automodel, launch_environment, supports_fp8_cache
 from nemo_geomask.tools.rehearse.plan import RECORDS, Plan, plan
-from nemo_geomask.tools.rehearse.run_outcome import RunEvidence, RunResult, outcome_of
+from nemo_geomask.tools.rehearse.run_outcome import RunResult, outcome_of
 from nemo_geomask.tools.rehearse.supervision import supervised
 from nemo_geomask.tools.rehearse.tiny_models import write_prompts
 from nemo_geomask.tools.shared.usual_mismatch import precisions
@@ -45,7 +43,7 @@ class RunSettings:
     validate: bool
     control: bool
     accept: tuple[str, ...]
-    forecasts: tuple[str, ...]  # as in RunEvidence
+    forecasts: tuple[str, ...]  # as in RunResult
     progress: Callable[[Sequence[dict[str, object]]], None]
 
 
@@ -62,7 +60,7 @@ def make_plan(facts: RecipeFacts, folder: Path, settings: RunSettings) -> Plan:
         has_fp8_cache=supports_fp8_cache(),
         resume=settings.resume,
         validate=settings.validate,
-        record=has_arrow(),
+        record=True,
         control=settings.control,
     )
     if not (settings.checkout / planned.script).is_file():
@@ -113,7 +111,6 @@ def run_plan(
             folder=settings.checkout,
             every_tick=lambda: settings.progress(list(read_events(events))),
         )
-    log = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
     outcome = outcome_of(
         read_events(events),
         status=status,
@@ -121,24 +118,15 @@ def run_plan(
         started=started,
         ended=time.time(),
         expected_stages=frozenset(STAGES) - _absent_stages(facts, settings),
-        log=log,
+        log=(folder / "log.txt").read_text(encoding="utf-8", errors="replace"),
         settings=dict(_flatten(facts.recipe.data)),
         killed_by_kernel=_kernel_kills() - killed_before,
     )
-    steps = range(resumed_steps + 1, settings.steps + 1)
-    return _judge(outcome, facts, planned, folder, steps, log, settings)
+    run = replace(outcome, steps=range(resumed_steps + 1, settings.steps + 1))
+    return _judge(run, facts, planned, folder, settings)
 
 
-def _judge(
-    outcome: RunResult,
-    facts: RecipeFacts,
-    planned: Plan,
-    folder: Path,
-    steps: Sequence[int],
-    log: str,
-    settings: RunSettings,
-) -> RunResult:
-    """Return the outcome with the diagnosis of its records and the conditions that it does not meet."""
+def _judge(run: RunResult, facts: RecipeFacts, planned: Plan, folder: Path, settings: RunSettings) -> RunResult:
     changed = {change.key: change.value for change in planned.changes}
 
     def value_of(key: str) -> Any:
@@ -147,39 +135,27 @@ def _judge(
     records = folder / RECORDS if any(key.startswith("loss_fn.record") for key in changed) else None
     # Steps of NeMo-RL's own loss have no records; NeMo-RL logs their log-probs.
     log_file = next((folder / "logs").glob("**/train_data_step*.jsonl"), None)
-    source = records or (log_file.parent if log_file is not None else None)
     rows = int(value_of("policy.train_global_batch_size"))
-    evidence = RunEvidence(
-        events=list(read_events(folder / "events.jsonl")),
-        metrics=outcome.metrics,
-        steps=steps,
+    run = replace(
+        run,
         loss_name=None if facts.trains_nemo_rl_loss else facts.config.name,
         records=records,
         updates=max(1, planned.rollouts // rows),
-        log=log,
         precisions=precisions(facts.get),
         is_validated=settings.validate,
         forecasts=settings.forecasts,
     )
-    samples: Samples = {}
-    if source is not None and has_arrow():
-        trainer, sampler = str(value_of("policy.precision")), str(value_of("policy.generation.vllm_cfg.precision"))
-        experts, temperature = bool(has_experts(str(folder / "model"))), facts.temperature
-        limits = healthy_limits(
-            trainer, sampler, experts=experts, temperature=temperature, fp8_cache=planned.keeps_fp8_cache
-        )
-        evidence = with_records(
-            *(evidence, source),
-            limits=limits,
-            update_limits=update_limits(trainer, experts=experts, temperature=temperature),
-            config=facts.config,
-            rows=rows,
-            is_filtered=facts.filter_key is not None,
-        )
-        samples = read_samples(source)
-    unmet = unmet_conditions(evidence) if outcome.metrics else ()
-    verdicts = {"mismatch": evidence.mismatch, "update": evidence.update, "replayed": len(evidence.replayed)}
-    return outcome.judged(unmet, **verdicts, samples=samples)
+    trainer, sampler = str(value_of("policy.precision")), str(value_of("policy.generation.vllm_cfg.precision"))
+    model: dict[str, Any] = {"experts": bool(has_experts(str(folder / "model"))), "temperature": facts.temperature}
+    return judge(
+        run,
+        records or (log_file.parent if log_file is not None else None),
+        limits=healthy_limits(trainer, sampler, **model, fp8_cache=planned.keeps_fp8_cache),
+        update_limits=update_limits(trainer, **model),
+        config=facts.config,
+        rows=rows,
+        is_filtered=facts.filter_key is not None,
+    )
 
 
 def _kernel_kills() -> int:

@@ -1,14 +1,15 @@
-"""Outcome of one run, read from its events: stages, failure, calls of losses, and metrics; and what it is judged by."""
+"""Outcome of one run, read from its events: stages, failure, calls of losses, and metrics."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nemo_geomask.tools.rehearse.control_run import Comparison, Samples, compare
+from nemo_geomask.tools.rehearse.control_run import Samples
 from nemo_geomask.tools.rehearse.error_causes import MEMORY, likely_cause, plugin_module
 from nemo_geomask.tools.rehearse.event_log import STAGES
 from nemo_geomask.tools.rehearse.mismatch_check import Mismatch
@@ -42,49 +43,81 @@ class Stage:
 
 @dataclass(frozen=True)
 class RunFailure:
-    """Reason why a run failed."""
+    """Reason why a run failed, or a condition of :mod:`~nemo_geomask.tools.rehearse.gate` that it does not meet."""
 
     stage: str  # stage that failed
     error: str  # the innermost error, in one line
-    text: str  # the error with the worker's traceback
     setting: str | None = None  # setting that is the likely cause; None if unknown
     fix: str | None = None  # what to change
+    traceback: str = ""  # the error with the worker's traceback; empty if there is none
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Outcome of one run."""
+    """One run: what its events say, what was asked of it, and the verdicts of the gate."""
 
     stages: tuple[Stage, ...]  # all stages, in order
     failure: RunFailure | None  # None if the run was completed and counts as rehearsed
     metrics: Mapping[int, Mapping[str, float]]  # metrics by training step
-    loss: Mapping[str, int] = field(default_factory=dict)  # number of calls in all workers, by the repr of the loss
-    # report of each worker, see :func:`nemo_geomask.tools.rehearse.worker_counts.read_counts`
-    workers: tuple[Mapping[str, Any], ...] = ()
+    events: Sequence[Mapping[str, Any]] = ()  # its events, in order
     seconds: float = 0.0  # run time of the driver
-    unmet: tuple[RunFailure, ...] = ()  # conditions of :mod:`~nemo_geomask.tools.rehearse.gate` that it does not meet
-    mismatch: Mismatch | None = None  # diagnosis of its records; None if it was not recorded
-    update: Mismatch | None = None  # verdict on π_θ at its first updates; None if it was not recorded
+    log: str = ""  # the driver's output
+
+    # What was asked of it.
+    steps: Sequence[int] = ()  # numbers of the steps that were to be trained
+    loss_name: str | None = None  # ``loss_fn.name``; None if NeMo-RL's own loss was asked for
+    records: Path | None = None  # folder of its records; None if it was not to be recorded
+    updates: int = 1  # number of optimiser steps that a rollout batch has
+    precisions: tuple[str, str] = ("bfloat16", "bfloat16")  # of trainer and engine, as the recipe asks for
+    forecasts: Sequence[str] = ()  # what `check` expects of masks that keep hardly anything
+    is_validated: bool = False  # True if NeMo-RL was to validate
+
+    # Verdicts; those on records are None or empty without records.
+    unmet: tuple[RunFailure, ...] = ()  # conditions of the gate that it does not meet
+    mismatch: Mismatch | None = None  # diagnosis of the records
+    update: Mismatch | None = None  # verdict on π_θ at the first updates, against π_old
+    # by step, the loss of the recorded batch and the sum of its terms' absolute values
+    replayed: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     samples: Samples = field(default_factory=dict)  # what it sampled, by step
-    replayed: int = 0  # number of steps whose loss was recomputed from the record
-    # comparisons of the weights of trainer and engine after refits: ``weights`` events
-    weights: tuple[Mapping[str, Any], ...] = ()
 
-    def compare(self, other: RunResult) -> Iterator[Comparison]:
-        """Compare the metrics of this run with those of another."""
-        return compare(self.metrics, other.metrics, (self.samples, other.samples))
+    @property
+    def worker_counts(self) -> list[Mapping[str, Any]]:
+        """The workers' counts, before the first step and after each."""
+        return [event for event in self.events if event["kind"] == "worker_counts"]
 
-    def judged(self, unmet: tuple[RunFailure, ...], **verdicts: Any) -> RunResult:
-        """Return the outcome with the conditions that it does not meet; the first is its failure if it had none.
+    @property
+    def workers(self) -> list[Mapping[str, Any]]:
+        """Last report of each worker, see :func:`nemo_geomask.tools.rehearse.worker_counts.read_counts`."""
+        counts = self.worker_counts
+        return list(counts[-1]["workers"]) if counts else []
 
-        ``verdicts`` are fields of the outcome.
-        """
-        result = replace(self, unmet=unmet, **verdicts)
-        if self.failure is not None or not unmet:
-            return result
-        failed = unmet[0]
-        stages = tuple(_as_failed(stage) if stage.name == failed.stage else stage for stage in self.stages)
-        return replace(result, failure=failed, stages=stages)
+    @property
+    def loss(self) -> dict[str, int]:
+        """Number of calls in all workers, by the repr of the loss."""
+        calls: Counter[str] = Counter()
+        for worker in self.workers:
+            calls.update(worker["calls"])
+        return dict(calls)
+
+    @property
+    def weights(self) -> list[Mapping[str, Any]]:
+        """Comparisons of the weights of trainer and engine after refits."""
+        return [event for event in self.events if event["kind"] == "weights"]
+
+    @property
+    def weight_precision(self) -> Mapping[str, Any]:
+        """What trainer and engine had quantised at the last refit, see :mod:`~.weight_sums`; empty if unknown."""
+        return next((event["precision"] for event in reversed(self.weights) if "precision" in event), {})
+
+    @property
+    def is_plugin(self) -> bool:
+        """True if the loss is not one of this package's own."""
+        return self.loss_name is not None and plugin_module(self.loss_name) != ""
+
+    def failed(self, failure: RunFailure) -> RunResult:
+        """Return the run with a failure, which its stage shows."""
+        stages = [replace(each, state="failed") if each.name == failure.stage else each for each in self.stages]
+        return replace(self, failure=failure, stages=tuple(stages))
 
 
 def outcome_of(
@@ -115,28 +148,13 @@ def outcome_of(
             metrics.setdefault(event["step"], {}).update(event["values"])
     # NeMo-RL logs metrics of the samples before it trains.
     metrics = {step: values for step, values in metrics.items() if "loss" in values}
-    workers: list[dict[str, Any]] = next(
-        (event["workers"] for event in reversed(events) if event["kind"] == "worker_counts"), []
-    )
-    calls: dict[str, int] = {}
-    for worker in workers:
-        for name, count in worker["calls"].items():
-            calls[name] = calls.get(name, 0) + count
     seconds = ended - started
     failure = _failure_of(events, stages, status, steps, metrics, log, seconds, settings or {}, killed_by_kernel)
     if failure is not None and killed_by_kernel and failure.setting == MEMORY:
         fix = f"the kernel killed {killed_by_kernel} processes for want of memory: fewer --ranks, or a larger machine"
         failure = replace(failure, fix=fix)
-    if failure is not None and failure.stage != "validation":
-        stages = [
-            _as_failed(stage) if stage.name == failure.stage and status is not None else stage for stage in stages
-        ]
-    weights = tuple(event for event in events if event["kind"] == "weights")
-    return RunResult(tuple(stages), failure, metrics, calls, tuple(workers), seconds, weights=weights)
-
-
-def _as_failed(stage: Stage) -> Stage:
-    return Stage(stage.name, "failed", stage.seconds, stage.first, stage.times, stage.labels)
+    run = RunResult(tuple(stages), failure, metrics, events, seconds, log)
+    return run if failure is None or status is None else run.failed(failure)
 
 
 def _stages(
@@ -148,8 +166,6 @@ def _stages(
     is_timed_out: bool,
 ) -> Iterator[Stage]:
     for name in STAGES:
-        if name == "validation":
-            continue
         stage_events = [event for event in events if event.get("stage") == name]
         if name == "start":
             # This stage begins before the driver can log an event.
@@ -201,13 +217,8 @@ def _failure_of(
         if failure := _engine_failure(engine_log, failed_stage, "the run then hung until --timeout", settings):
             return failure
         message = f"not done within {seconds:.0f} s (--timeout); it was in {failed_stage}"
-        return RunFailure(
-            failed_stage,
-            message,
-            message,
-            "--timeout",
-            "give it more time or fewer --steps, or look in the log for a hang",
-        )
+        fix = "give it more time or fewer --steps, or look in the log for a hang"
+        return RunFailure(failed_stage, message, "--timeout", fix)
     error = next((event for event in events if event["kind"] == "error"), None)
     if error is not None or status != 0:
         last = f"the driver ended with status {status}"
@@ -220,10 +231,10 @@ def _failure_of(
                 return failure
         if dead:
             raised += f" ({dead['name']}, process {dead['pid']})"
-        return RunFailure(failed_stage, raised, text, *(likely_cause(text, raised, settings) or (None, None)))
+        return RunFailure(failed_stage, raised, *likely_cause(text, raised, settings), text)
     if len(metrics) < steps:
         message = f"{len(metrics)} of {steps} steps were logged: the prompts or epochs ran out first"
-        return RunFailure("step", message, message, None, None)
+        return RunFailure("step", message)
     return None
 
 
@@ -240,8 +251,7 @@ def _engine_failure(log: str, stage: str, effect: str, settings: Mapping[str, ob
     if not errors:
         return None
     error = f"{errors[-1]} (raised in vLLM's engine process; {effect})"
-    cause = likely_cause(errors[-1], errors[-1], settings) or (None, None)
-    return RunFailure(stage, error, "\n".join(lines[begin:]), *cause)
+    return RunFailure(stage, error, *likely_cause(errors[-1], errors[-1], settings), "\n".join(lines[begin:]))
 
 
 def _last_stage(events: list[Mapping[str, Any]]) -> str:
@@ -269,43 +279,3 @@ def innermost_error(text: str, otherwise: str) -> str:
         if colon and is_error and not line.startswith((" ", "ray.")):
             return line.strip()
     return otherwise.splitlines()[0]
-
-
-@dataclass(frozen=True)
-class RunEvidence:
-    """Data of a finished run, by which it is judged."""
-
-    events: Sequence[Mapping[str, Any]]  # its events, in order
-    metrics: Mapping[int, Mapping[str, float]]  # metrics by training step
-    steps: Sequence[int]  # numbers of the steps that were to be trained
-    loss_name: str | None  # ``loss_fn.name``; None if NeMo-RL's own loss was asked for
-    records: Path | None = None  # folder of its records; None if it was not to be recorded
-    mismatch: Mismatch | None = None  # diagnosis of the records; None without records
-    update: Mismatch | None = None  # verdict on π_θ at the first updates, against π_old; None without records
-    updates: int = 1  # number of optimiser steps that a rollout batch has
-    precisions: tuple[str, str] = ("bfloat16", "bfloat16")  # of trainer and engine, as the recipe asks for
-    # by step, the loss of the recorded batch and the sum of its terms' absolute values; empty without records
-    replayed: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    forecasts: Sequence[str] = ()  # what `check` expects of masks that keep hardly anything
-    log: str = ""  # the driver's output
-    is_validated: bool = False  # True if NeMo-RL was to validate
-
-    @property
-    def worker_counts(self) -> list[Mapping[str, Any]]:
-        """The workers' counts, before the first step and after each."""
-        return [event for event in self.events if event["kind"] == "worker_counts"]
-
-    @property
-    def weight_precision(self) -> Mapping[str, Any]:
-        """What trainer and engine had quantised at the last refit, see :mod:`~.weight_sums`; empty if unknown."""
-        return next((event["precision"] for event in reversed(self.events) if "precision" in event), {})
-
-    @property
-    def is_plugin(self) -> bool:
-        """True if the loss is not one of this package's own."""
-        return self.loss_name is not None and plugin_module(self.loss_name) != ""
-
-
-def unmet(stage: str, message: str, setting: str | None = None, fix: str | None = None) -> RunFailure:
-    """Return an unmet condition: the stage, what happened, the likely setting and what to change."""
-    return RunFailure(stage, message, message, setting, fix)

@@ -55,9 +55,9 @@ def absent_requirements() -> Iterator[str]:
 def _failure(failure: RunFailure, log: Path | None) -> Iterator[str]:
     yield from sentence(f"failed in {failure.stage}", failure)
     yield from absent_requirements()
-    if failure.text != failure.error:
+    if failure.traceback:
         yield ""
-        yield from (f"  | {line}" for line in failure.text.rstrip().splitlines())
+        yield from (f"  | {line}" for line in failure.traceback.rstrip().splitlines())
     if log is not None:
         yield f"  the whole output is in {log}"
 
@@ -84,12 +84,12 @@ def verdict_lines(outcome: RunResult) -> Iterator[str]:
         reason = next((str(event["error"]) for event in outcome.weights if "error" in event), "no refit was observed")
         yield f"weights: not compared between trainer and engine: {reason}"
     if outcome.mismatch is None:
-        yield "diagnosis: none, since no log-probs were recorded or logged, or pyarrow is missing"
+        yield "diagnosis: none, since no log-probs were recorded or logged"
     else:
         yield f"diagnosis: {outcome.mismatch.sentence}"
     if outcome.update is not None:
         yield f"curr at first updates, against prev: {outcome.update.sentence}"
-        yield f"loss: recomputed from the record for {outcome.replayed} of {len(outcome.metrics)} steps"
+        yield f"loss: recomputed from the record for {len(outcome.replayed)} of {len(outcome.metrics)} steps"
 
 
 def _loss_calls(outcome: RunResult) -> Iterator[str]:

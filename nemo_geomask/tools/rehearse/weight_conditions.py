@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nemo_geomask.tools.rehearse.run_outcome import RunEvidence, RunFailure, unmet
+from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult
 from nemo_geomask.tools.rehearse.weight_groups import KEPT, layer_of
 from nemo_geomask.tools.shared.terminal_tables import count_with_noun
 
@@ -23,22 +23,22 @@ _PRECISION_KEYS = (
 _QUANTISE = "quantise the same weights on both sides or on none, or name the precision there"
 
 
-def weights_were_trained(evidence: RunEvidence) -> Iterator[RunFailure]:
+def weights_were_trained(run: RunResult) -> Iterator[RunFailure]:
     """Require that at least one step changed the trainer's weights."""
-    sums = [_weights(proof) for proof in evidence.worker_counts]
+    sums = [_weights(proof) for proof in run.worker_counts]
     if len(sums) > 1 and all(each == sums[0] and None not in each for each in sums):
         message = f"no weight of the trainer has changed in {len(sums) - 1} steps"
         fix = "the learning rate is 0 throughout, or all gradients are: see grad_norm, the scheduler and the masks"
-        yield unmet("step", message, "policy.optimizer, policy.scheduler", fix)
+        yield RunFailure("step", message, "policy.optimizer, policy.scheduler", fix)
 
 
 def _weights(proof: Mapping[str, Any]) -> list[Any]:
     return [worker.get("weights") for worker in proof["workers"]]
 
 
-def weights_reached_the_engine(evidence: RunEvidence) -> Iterator[RunFailure]:
+def weights_reached_the_engine(run: RunResult) -> Iterator[RunFailure]:
     """Require that the engine holds the trainer's weights after each refit, and that each step's weights are sent."""
-    comparisons = [event for event in evidence.events if event["kind"] == "weights" and "differences" in event]
+    comparisons = [event for event in run.events if event["kind"] == "weights" and "differences" in event]
     stale = [event for event in comparisons if event["differences"]]
     key = "policy.generation"
     if stale:
@@ -54,12 +54,12 @@ def weights_reached_the_engine(evidence: RunEvidence) -> Iterator[RunFailure]:
         if earlier:
             message += f"; they were the same after {count_with_noun(earlier, 'refit')} before"
         fix = "the sampler keeps old weights: every process of the engine must load every update, for all layers"
-        yield unmet("refit", message, *((_PRECISION_KEYS[1], _QUANTISE) if is_rounded else (key, fix)))
-    worker_counts = evidence.worker_counts
+        yield RunFailure("refit", message, *((_PRECISION_KEYS[1], _QUANTISE) if is_rounded else (key, fix)))
+    worker_counts = run.worker_counts
     for earlier_proof, proof, later in zip(worker_counts, worker_counts[1:], worker_counts[2:], strict=False):
         if _weights(earlier_proof) != _weights(proof) and _refits(proof) == _refits(later):
             message = f"the weights of step {proof['step']} were not sent to the engine before the end of the next step"
-            yield unmet("refit", message, key, "the sampler keeps old weights: NeMo-RL did not refit")
+            yield RunFailure("refit", message, key, "the sampler keeps old weights: NeMo-RL did not refit")
             return
 
 
@@ -89,21 +89,23 @@ def list_names(names: Sequence[str], shown: int = 3) -> str:
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
-def precision_is_as_asked(evidence: RunEvidence) -> Iterator[RunFailure]:
+def precision_is_as_asked(run: RunResult) -> Iterator[RunFailure]:
     """Require that a side has quantised weights only if the recipe asks for it, and all its routers in one dtype."""
-    for side, asked, key in zip(("trainer", "engine"), evidence.precisions, _PRECISION_KEYS, strict=True):
-        kinds = evidence.weight_precision.get(side, {})
+    for side, asked, key in zip(("trainer", "engine"), run.precisions, _PRECISION_KEYS, strict=True):
+        kinds = run.weight_precision.get(side, {})
         if (quantised := kinds.get("quantised")) and asked not in _QUANTISED:
             dtypes = ", ".join(sorted(set(quantised.values())))
             message = f"the {side} has quantised {list_names(list(quantised))} ({dtypes}), and the recipe says {asked}"
-            yield unmet("refit", message, key, _QUANTISE)
+            yield RunFailure("refit", message, key, _QUANTISE)
         by_dtype: dict[str, list[str]] = {}
         for group, dtype in kinds.get("routers", {}).items():
             by_dtype.setdefault(dtype, []).append(group)
         if len(by_dtype) > 1:
             dtype, odd = min(by_dtype.items(), key=lambda item: len(item[1]))
             message = f"the {side} has the routers {list_names(odd)} in another precision, {dtype}, than its others"
-            yield unmet("refit", message, key, "a router in another precision chooses other experts: use one dtype")
+            yield RunFailure(
+                "refit", message, key, "a router in another precision chooses other experts: use one dtype"
+            )
 
 
 def precision_notes(precision: Mapping[str, Any]) -> Iterator[str]:
@@ -124,11 +126,11 @@ def precision_notes(precision: Mapping[str, Any]) -> Iterator[str]:
         yield f"routers compute in {routers['trainer']} in the trainer; in the engine: {routers['engine']}"
 
 
-def caches_are_reset(evidence: RunEvidence) -> Iterator[RunFailure]:
+def caches_are_reset(run: RunResult) -> Iterator[RunFailure]:
     """Require that the noise stays as it was at first in all sequences, while the engine has the right weights."""
-    mismatch = evidence.mismatch
+    mismatch = run.mismatch
     noise = {} if mismatch is None else dict(sorted(mismatch.noise_by_step.items()))
-    comparisons = [event["differences"] for event in evidence.events if "differences" in event]
+    comparisons = [event["differences"] for event in run.events if "differences" in event]
     if mismatch is None or not noise or not comparisons or any(comparisons):
         return
     first = min(noise)
@@ -140,4 +142,4 @@ def caches_are_reset(evidence: RunEvidence) -> Iterator[RunFailure]:
             "trainer's weights: it still uses what it computed with older ones"
         )
         fix = "reset the prefix cache after each refit (grpo.async_grpo.recompute_kv_cache_after_weight_updates)"
-        yield unmet("refit", message, "policy.generation.vllm_cfg.enable_prefix_caching", fix)
+        yield RunFailure("refit", message, "policy.generation.vllm_cfg.enable_prefix_caching", fix)

@@ -9,7 +9,7 @@ import pytest
 from nemo_geomask.tools.rehearse.gate import unmet_conditions
 from nemo_geomask.tools.rehearse.healthy_limits import healthy_limits
 from nemo_geomask.tools.rehearse.mismatch_check import NONFINITE, Mismatch
-from nemo_geomask.tools.rehearse.run_outcome import RunEvidence
+from nemo_geomask.tools.rehearse.run_outcome import RunResult
 from tests.tools.rehearse.made_records import OURS, proof, refit, write_record
 
 LIMITS = healthy_limits("bfloat16", "bfloat16", experts=False)
@@ -18,16 +18,16 @@ LIMITS = healthy_limits("bfloat16", "bfloat16", experts=False)
 HEALTHY = [refit(1), refit(2), refit(3), *map(proof, range(4))]
 
 
-def unmet(*, events=HEALTHY, metrics=None, records=None, **evidence):
+def unmet(*, metrics=None, **run):
     trained = {step: {"loss": 0.1, "grad_norm": 1.0, "geomask/kept_tokens": 1.0} for step in (1, 2, 3)}
     for step, values in (metrics or {}).items():
         trained[step] |= values
-    evidence = {"loss_name": "gspo", **evidence}
-    return unmet_conditions(RunEvidence(events=events, metrics=trained, steps=(1, 2, 3), records=records, **evidence))
+    run = {"events": HEALTHY, "loss_name": "gspo", **run}
+    return unmet_conditions(RunResult((), None, trained, steps=(1, 2, 3), **run))
 
 
-def errors(**evidence):
-    return [breakdown.error for breakdown in unmet(**evidence)]
+def errors(**run):
+    return [failure.error for failure in unmet(**run)]
 
 
 def test_a_run_that_trained_meets_all_conditions(tmp_path):

@@ -12,7 +12,8 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.hosts.nemo_rl import launch, patch
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.check import RecipeFacts
-from nemo_geomask.tools.rehearse import event_hooks, preflight, usual_mismatch
+from nemo_geomask.tools.rehearse import event_hooks, preflight
+from nemo_geomask.tools.rehearse.healthy_limits import usual_limits
 from nemo_geomask.tools.shared.usual_mismatch import USUAL
 from tests.tools.rehearse.base_recipe import BASE
 from tests.tools.rehearse.made_records import proof, refit, write_record
@@ -211,7 +212,7 @@ def test_the_command_takes_its_options_after_the_script(recipe, tmp_path, monkey
     ],
 )
 def test_the_mismatch_is_held_against_what_is_usual(recipe, overrides, experts, k3, source):
-    limits = usual_mismatch.usual_limits(RecipeFacts.from_recipe(read_recipe(recipe, overrides)), experts=experts)
+    limits = usual_limits(RecipeFacts.from_recipe(read_recipe(recipe, overrides)), experts=experts)
     assert limits.k3 == pytest.approx(3 * k3)
     assert source in limits.of
     assert json.dumps(USUAL["fp8", True][0]) == "0.0106"
