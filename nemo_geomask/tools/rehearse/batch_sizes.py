@@ -92,7 +92,7 @@ def batch_sizes(facts: RecipeFacts, layout: Layout, length: int, *, is_control: 
         sizes[f"{section}.reward_shaping.overlong_buffer_length"] = 4
     for key, value in sizes.items():
         if value is not None:
-            yield Change(key, value, facts.get(key))
+            yield Change(key, value)
 
 
 def learning_rate(facts: RecipeFacts) -> Iterator[Change]:
@@ -106,5 +106,5 @@ def learning_rate(facts: RecipeFacts) -> Iterator[Change]:
         names = {"optimizer.lr": _LEARNING_RATE, "scheduler.lr_warmup_iters": 0, "scheduler.lr_warmup_init": 0.0}
         values = {f"{section}.{name}": value for name, value in names.items()}
     for key, value in values.items():
-        if (was := facts.get(key)) is not None:
-            yield Change(key, value, was, why)
+        if facts.get(key) is not None:
+            yield Change(key, value, why)

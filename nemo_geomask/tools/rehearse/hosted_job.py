@@ -20,7 +20,7 @@ from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.check import RecipeFacts
 from nemo_geomask.tools.rehearse.event_log import read_events
 from nemo_geomask.tools.rehearse.launch_environment import has_automodel, launch_environment, supports_fp8_cache
-from nemo_geomask.tools.rehearse.plan import Plan, plan
+from nemo_geomask.tools.rehearse.plan import Plan, PlanOptions, plan
 from nemo_geomask.tools.rehearse.rehearsal import has_gpus, nemo_rl_checkout
 from nemo_geomask.tools.rehearse.rehearsed_run import driver_command
 from nemo_geomask.tools.rehearse.run_outcome import innermost_error, without_colours
@@ -87,8 +87,9 @@ def run_job(
     make_empty(folder)
     write_prompts(folder / "prompts.jsonl")
     command = driver_command(script, facts.recipe.path, (*overrides, *planned.overrides))
+    changed = {change.key: change.value for change in planned.changes}
     for key, value in (settings or {}).items():
-        command += Change(key, value, delete=isinstance(value, dict)).overrides
+        command += Change(key, value, was=changed.get(key, facts.get(key))).overrides
     job = (function, str(file))
     launch = launch_environment(folder, checkout, planned, gpus=gpus, own_environment=False, job=job)
     with launch as environment:
@@ -140,17 +141,8 @@ def _planned(
     recipe: str | Path, overrides: Sequence[str], folder: Path, ranks: int, checkout: Path, gpus: bool
 ) -> tuple[RecipeFacts, Plan]:
     facts = RecipeFacts.from_recipe(read_recipe(recipe, overrides, leave=("data", "env")))
-    planned = plan(
-        facts,
-        folder=folder,
-        steps=1,
-        ranks=ranks,
-        gpus=gpus,
-        has_automodel=has_automodel(checkout),
-        has_fp8_cache=supports_fp8_cache(),
-        record=False,
-    )
-    return facts, planned
+    machine = {"gpus": gpus, "has_automodel": has_automodel(checkout), "has_fp8_cache": supports_fp8_cache()}
+    return facts, plan(facts, folder=folder, options=PlanOptions(steps=1, ranks=ranks, **machine))
 
 
 def _error_of(events: Sequence[Mapping[str, Any]], status: int | None, timeout: float, log: Path) -> str:

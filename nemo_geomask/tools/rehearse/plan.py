@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,90 +51,85 @@ class Plan:
         return tuple(override for change in self.changes for override in change.overrides)
 
 
-def plan(
-    facts: RecipeFacts,
-    *,
-    folder: Path,
-    steps: int = 3,
-    ranks: int = 1,
-    own_environment: bool = False,
-    gpus: bool = False,
-    has_automodel: bool = True,
-    has_fp8_cache: bool = False,
-    resume: bool = False,
-    validate: bool = False,
-    record: bool = False,
-    control: bool = False,
-) -> Plan:
-    """Plan the rehearsal of a recipe.
+@dataclass(frozen=True)
+class PlanOptions:
+    """What is asked of a rehearsal, and what this machine has."""
 
-    Args:
-        ranks: largest number of processes that train.
-        own_environment: use the recipe's own data and environment.
-        gpus: this machine has GPUs; without them, settings that a CPU does not support are changed and reported.
-        has_automodel: Automodel can be imported for DTensor v2's workers; without it, DTensor v1's train.
-        has_fp8_cache: vLLM has kernels for an fp8 KV cache on this machine's processor.
-        resume: save and keep a checkpoint of the step before the last.
-        record: record every step, so that the run can be diagnosed.
-        control: the run is compared with NeMo-RL's own loss: weights move enough for clip and KL to act.
+    steps: int = 3  # rollout batches to train on
+    ranks: int = 1  # largest number of processes that train
+    own_environment: bool = False  # use the recipe's own data and environment
+    gpus: bool = False  # there are GPUs; without them, settings that a CPU does not support are changed and reported
+    has_automodel: bool = True  # Automodel can be imported for DTensor v2's workers; without it, DTensor v1's train
+    has_fp8_cache: bool = False  # vLLM has kernels for an fp8 KV cache on this machine's processor
+    resume: bool = False  # save and keep a checkpoint of the step before the last
+    validate: bool = False  # validate after every step
+    record: bool = False  # record every step, so that the run can be diagnosed
+    control: bool = False  # the run is compared with NeMo-RL's own loss: weights move enough for clip and KL to act
+
+
+def plan(facts: RecipeFacts, *, folder: Path, options: PlanOptions = PlanOptions()) -> Plan:
+    """Plan the rehearsal of a recipe.
 
     Raises:
         ConfigError: the recipe can't be rehearsed, or its model's architecture is not known.
     """
+    gpus = options.gpus
     if problems := tuple(recipe_refusals(facts, has_gpus=gpus)):
         raise ConfigError(*problems)
     full = layout_of(facts)
     # Without GPUs, only Megatron has a shim for context-parallel attention.
-    layout = full.fit_to(ranks, cp=gpus or facts.uses_megatron)
+    layout = full.fit_to(options.ranks, cp=gpus or facts.uses_megatron)
     model = tiny_model(str(facts.get("policy.model_name", "")), layout, recipe=facts.recipe.path)
     if not gpus and (problems := tuple(model_refusals(facts, model.model_type))):
         raise ConfigError(*problems)
-    length = sequence_length(facts, layout, own_environment)
+    length = sequence_length(facts, layout, options.own_environment)
     changes = [
-        *_model_and_data(facts, folder, own_environment, validate),
-        *_shorten_training(facts, steps, resume, validate),
-        *batch_sizes(facts, layout, length, is_control=control),
-        *(learning_rate(facts) if control else ()),
+        *_model_and_data(facts, folder, options),
+        *_shorten_training(facts, options),
+        *batch_sizes(facts, layout, length, is_control=options.control),
+        *(learning_rate(facts) if options.control else ()),
         *_parallel_sizes(facts, layout, full, gpus),
         *_teacher(facts, folder),
         *_redirect_output(facts, folder),
-        *_record(facts, folder, record),
+        *_record(facts, folder, options.record),
     ]
-    keeps_fp8_cache = not gpus and has_fp8_cache and wants_fp8_cache(facts)
+    keeps_fp8_cache = not gpus and options.has_fp8_cache and wants_fp8_cache(facts)
     if not gpus:
         changes += cpu_changes(
-            facts, has_automodel=has_automodel, is_recurrent=model.is_recurrent, keeps_fp8_cache=keeps_fp8_cache
+            facts,
+            has_automodel=options.has_automodel,
+            is_recurrent=model.is_recurrent,
+            keeps_fp8_cache=keeps_fp8_cache,
         )
+    changes = [replace(change, was=facts.get(change.key)) for change in changes]
+    changes = [change for change in changes if change.is_effective]
     algorithm = "grpo_single_controller" if facts.uses_single_controller else facts.algorithm
     has_teacher = _has_teacher(facts)
-    gpu_count = layout.ranks + (not is_colocated(facts)) + has_teacher
-    effective = [change for change in changes if change.was != change.value or change.delete or change.pinned]
-    unrehearsed = tuple(_unrehearsed(facts, layout, full, effective, gpus, validate))
+    unrehearsed = tuple(_unrehearsed(facts, layout, full, changes, options))
     if keeps_fp8_cache:
         only_cache = "fp8, here for the KV cache alone (vLLM's CPU kernels have no fp8 weights)"
         unrehearsed += (f"policy.generation.vllm_cfg.precision: {only_cache}",)
     v2 = "policy.dtensor_cfg._v2"
-    uses_automodel = not facts.uses_megatron and facts.is_true(v2) and all(change.key != v2 for change in effective)
+    uses_automodel = not facts.uses_megatron and facts.is_true(v2) and all(change.key != v2 for change in changes)
     if not (gpus or facts.uses_megatron or uses_automodel) and model.stacks_experts:
         message = (
             f"DTensor v1's workers send the experts of a tiny {model.model_type} under names that vLLM does not load; "
             f"put Automodel on PYTHONPATH (or fetch NeMo-RL's submodules), and set {v2}: true"
         )
         raise ConfigError(Problem(("policy.model_name",), message))
-    script = f"examples/run_{algorithm}.py"
     return Plan(
-        tuple(effective),
-        layout,
-        full,
-        model,
-        steps,
-        rollouts_of(facts, layout, is_control=control),
-        script,
-        gpu_count,
-        uses_automodel,
-        has_teacher,
-        unrehearsed,
-        keeps_fp8_cache,
+        changes=tuple(changes),
+        layout=layout,
+        full_layout=full,
+        model=model,
+        steps=options.steps,
+        rollouts=rollouts_of(facts, layout, is_control=options.control),
+        script=f"examples/run_{algorithm}.py",
+        gpu_count=layout.ranks + (not is_colocated(facts)) + has_teacher,
+        uses_automodel=uses_automodel,
+        has_teacher=has_teacher,
+        unrehearsed=unrehearsed,
+        keeps_fp8_cache=keeps_fp8_cache,
     )
 
 
@@ -162,22 +157,18 @@ def _teacher(facts: RecipeFacts, folder: Path) -> Iterator[Change]:
         f"{workers}.teacher_overrides": ({}, "ranks"),
     }
     for key, (value, why) in values.items():
-        was = facts.get(key)
-        if was is not None or value:
-            yield Change(key, value, was, why, delete=isinstance(value, dict) and was is not None)
+        if value or facts.get(key) is not None:
+            yield Change(key, value, why)
 
 
-def _model_and_data(facts: RecipeFacts, folder: Path, own_environment: bool, validate: bool) -> Iterator[Change]:
+def _model_and_data(facts: RecipeFacts, folder: Path, options: PlanOptions) -> Iterator[Change]:
     for section in trained_sections(facts):
-        for key, value in (
-            ("model_name", str(folder / "model")),
-            ("tokenizer.name", str(folder / "tokenizer")),
-            ("tokenizer.chat_template", "default"),
-        ):
-            yield Change(f"{section}.{key}", value, facts.get(f"{section}.{key}"))
-        if overrides := facts.get(f"{section}.hf_config_overrides"):
-            yield Change(f"{section}.hf_config_overrides", {}, overrides, delete=True)
-    if own_environment:
+        yield Change(f"{section}.model_name", str(folder / "model"))
+        yield Change(f"{section}.tokenizer.name", str(folder / "tokenizer"))
+        yield Change(f"{section}.tokenizer.chat_template", "default")
+        if facts.get(f"{section}.hf_config_overrides"):
+            yield Change(f"{section}.hf_config_overrides", {})
+    if options.own_environment:
         return
     train = {
         "dataset_name": "ResponseDataset",
@@ -191,63 +182,58 @@ def _model_and_data(facts: RecipeFacts, folder: Path, own_environment: bool, val
         "split_validation_size": 0,
         "seed": 42,
     }
-    yield Change("data.train", train, facts.get("data.train"), delete=facts.get("data.train") is not None)
-    validation = {key: value for key, value in train.items() if key != "split_validation_size"} if validate else None
-    was = facts.get("data.validation")
-    yield Change("data.validation", validation, was, delete=validate and was is not None)
+    yield Change("data.train", train)
+    validation = {key: value for key, value in train.items() if key != "split_validation_size"}
+    yield Change("data.validation", validation if options.validate else None)
     # NeMo-RL starts every environment that is named anywhere in `data`.
     if facts.get("data.default.env_name") is not None:
-        yield Change("data.default.env_name", _ENVIRONMENT, facts.get("data.default.env_name"))
+        yield Change("data.default.env_name", _ENVIRONMENT)
     if facts.is_true("data.use_multiple_dataloader"):
-        yield Change("data.use_multiple_dataloader", False, True, "the built-in prompts are one set")
-    yield Change("data.num_workers", 0, facts.get("data.num_workers"))
+        yield Change("data.use_multiple_dataloader", False, "the built-in prompts are one set")
+    yield Change("data.num_workers", 0)
     # All of the recipe's environments are replaced. They may refer to variables that are not set on this machine, and
     # under NeMo-Gym the agents would call the sampler in place of NeMo-RL's rollout.
     why = "NeMo-Gym's agents and their rewards" if facts.is_true("env.should_use_nemo_gym") else ""
-    yield Change("env", {_ENVIRONMENT: {}}, facts.get("env"), why, delete=facts.get("env") is not None)
+    yield Change("env", {_ENVIRONMENT: {}}, why)
     if why:
         # NeMo-RL refuses these without NeMo-Gym.
         for key in ("grpo.invalid_tool_call_advantage", "grpo.malformed_thinking_advantage"):
-            if (was := facts.get(key)) is not None:
-                yield Change(key, None, was, "only NeMo-Gym reports such responses")
+            if facts.get(key) is not None:
+                yield Change(key, None, "only NeMo-Gym reports such responses")
         for name, is_on in (facts.get("reward_penalties") or {}).items():
             if is_on is True:
-                yield Change(f"reward_penalties.{name}", False, True, "only NeMo-Gym reports such responses")
+                yield Change(f"reward_penalties.{name}", False, "only NeMo-Gym reports such responses")
     if facts.algorithm == "grpo" and facts.get("policy.draft") is None:
         why = "run_grpo.py reads it, unlike run_grpo_nemo_gym.py, for which the recipe is written"
-        yield Change("policy.draft", {"enabled": False}, None, why)
+        yield Change("policy.draft", {"enabled": False}, why)
     http = "policy.generation.vllm_cfg.expose_http_server"
     if facts.is_true(http):
-        yield Change(http, False, True, "only NeMo-Gym's agents call it")
+        yield Change(http, False, "only NeMo-Gym's agents call it")
 
 
-def _shorten_training(facts: RecipeFacts, steps: int, resume: bool, validate: bool) -> Iterator[Change]:
-    section = facts.algorithm
-    yield Change(f"{section}.max_num_steps", steps, facts.get(f"{section}.max_num_steps"))
-    if (facts.number("ppo.ppo_epochs") or 1) > 2:
-        yield Change("ppo.ppo_epochs", 2, facts.get("ppo.ppo_epochs"))
-    if (facts.number("ppo.policy_training_start_step") or 0) > 1:
-        yield Change("ppo.policy_training_start_step", 1, facts.get("ppo.policy_training_start_step"))
-    if validate:
-        yield Change(f"{section}.val_period", 1, facts.get(f"{section}.val_period"))
-        if (facts.number(f"{section}.val_start_at") or 0) > 1:
-            yield Change(f"{section}.val_start_at", 1, facts.get(f"{section}.val_start_at"))
+def _shorten_training(facts: RecipeFacts, options: PlanOptions) -> Iterator[Change]:
+    section, steps = facts.algorithm, options.steps
+    yield Change(f"{section}.max_num_steps", steps)
+    limits = {"ppo.ppo_epochs": 2, "ppo.policy_training_start_step": 1}
+    if options.validate:
+        yield Change(f"{section}.val_period", 1)
+        limits[f"{section}.val_start_at"] = 1
     else:
         for key, value in (("val_period", 0), ("val_at_start", False), ("val_at_end", False)):
             if facts.get(f"{section}.{key}") is not None:
-                yield Change(f"{section}.{key}", value, facts.get(f"{section}.{key}"))
+                yield Change(f"{section}.{key}", value)
+    for key, limit in limits.items():
+        if (facts.number(key) or 0) > limit:
+            yield Change(key, limit)
     if facts.is_true("checkpointing.enabled"):
         # NeMo-RL saves the last step whatever the period.
-        saved = steps - 1 if resume else steps
-        yield Change("checkpointing.save_period", saved, facts.get("checkpointing.save_period"))
+        yield Change("checkpointing.save_period", steps - 1 if options.resume else steps)
         for key in ("checkpointing.keep_top_k", "checkpointing.ft_keep_latest_k"):
             # Raised to a number and not removed: main's schema does not allow null for keep_top_k.
-            if resume and (kept := facts.number(key)) is not None and kept < steps:
-                yield Change(key, steps, facts.get(key), "the checkpoint before the last is resumed from")
-        if facts.get("checkpointing.metric_name") is not None and not validate:
-            yield Change(
-                "checkpointing.metric_name", None, facts.get("checkpointing.metric_name"), "there is no validation"
-            )
+            if options.resume and (kept := facts.number(key)) is not None and kept < steps:
+                yield Change(key, steps, "the checkpoint before the last is resumed from")
+        if not options.validate:
+            yield Change("checkpointing.metric_name", None, "there is no validation")
 
 
 def _parallel_sizes(facts: RecipeFacts, layout: Layout, full: Layout, gpus: bool) -> Iterator[Change]:
@@ -262,18 +248,16 @@ def _parallel_sizes(facts: RecipeFacts, layout: Layout, full: Layout, gpus: bool
         # An engine beside the trainer has one GPU here.
         now = before if gpus and is_colocated(facts) and layout.ranks % before == 0 else 1
         if before != now:
-            yield Change(key, now, before, "ranks" if gpus else "one process samples on CPUs")
-    yield Change("cluster.num_nodes", 1 + _has_teacher(facts), facts.get("cluster.num_nodes"))
+            yield Change(key, now, "ranks" if gpus else "one process samples on CPUs")
+    yield Change("cluster.num_nodes", 1 + _has_teacher(facts))
     gpu_count = layout.ranks
     if not is_colocated(facts):
         gpu_count += 1
         resources = "policy.generation.colocated.resources"
-        yield Change(f"{resources}.gpus_per_node", 1, facts.get(f"{resources}.gpus_per_node"))
-        yield Change(f"{resources}.num_nodes", None, facts.get(f"{resources}.num_nodes"))
-    yield Change("cluster.gpus_per_node", gpu_count, facts.get("cluster.gpus_per_node"))
-    segment = facts.get("cluster.segment_size")
-    if segment is not None:
-        yield Change("cluster.segment_size", None, segment, "one node has no segments")
+        yield Change(f"{resources}.gpus_per_node", 1)
+        yield Change(f"{resources}.num_nodes", None)
+    yield Change("cluster.gpus_per_node", gpu_count)
+    yield Change("cluster.segment_size", None, "one node has no segments")
 
 
 def _critic_layouts(facts: RecipeFacts, layout: Layout, gpus: bool) -> tuple[Layout, Layout]:
@@ -288,31 +272,29 @@ def _model_parallel_sizes(facts: RecipeFacts, model: str, full: Layout, layout: 
         before, now = getattr(full, name), getattr(layout, name)
         if before != now:
             needs_kernels = name == "cp" and not gpus and not is_megatron
-            yield Change(key, now, before, "context parallelism needs CUDA kernels" if needs_kernels else "ranks")
+            yield Change(key, now, "context parallelism needs CUDA kernels" if needs_kernels else "ranks")
     if not is_megatron:
         return
     for end in ("first", "last"):
-        key = f"{megatron}.num_layers_in_{end}_pipeline_stage"
-        if facts.get(key) is not None:
-            yield Change(key, None, facts.get(key), "a tiny model's layers divide evenly")
+        yield Change(f"{megatron}.num_layers_in_{end}_pipeline_stage", None, "a tiny model's layers divide evenly")
     tp = int(facts.number(f"{megatron}.expert_tensor_parallel_size") or 1)
     if tp > layout.tp:
-        yield Change(f"{megatron}.expert_tensor_parallel_size", layout.tp, tp, "ranks")
+        yield Change(f"{megatron}.expert_tensor_parallel_size", layout.tp, "ranks")
     dispatcher = f"{megatron}.moe_token_dispatcher_type"
     if gpus and facts.get(dispatcher) == "flex" and layout.tp * layout.ep == 1:
-        yield Change(dispatcher, "alltoall", "flex", "flex needs several ranks for experts")
-        yield Change(f"{megatron}.moe_enable_deepep", False, facts.get(f"{megatron}.moe_enable_deepep"))
+        yield Change(dispatcher, "alltoall", "flex needs several ranks for experts")
+        yield Change(f"{megatron}.moe_enable_deepep", False)
     if facts.is_true(f"{megatron}.sequence_parallel") and layout.tp == 1:
-        yield Change(f"{megatron}.sequence_parallel", False, True, "needs TP above 1")
+        yield Change(f"{megatron}.sequence_parallel", False, "needs TP above 1")
 
 
 def _redirect_output(facts: RecipeFacts, folder: Path) -> Iterator[Change]:
     """Yield changes that keep all output in the folder."""
-    yield Change("logger.log_dir", str(folder / "logs"), facts.get("logger.log_dir"))
-    yield Change("checkpointing.checkpoint_dir", str(folder / "checkpoints"), facts.get("checkpointing.checkpoint_dir"))
+    yield Change("logger.log_dir", str(folder / "logs"))
+    yield Change("checkpointing.checkpoint_dir", str(folder / "checkpoints"))
     for name in ("wandb", "swanlab", "mlflow"):  # TensorBoard writes to logger.log_dir
         if facts.is_true(f"logger.{name}_enabled"):
-            yield Change(f"logger.{name}_enabled", False, True)
+            yield Change(f"logger.{name}_enabled", False)
 
 
 def _record(facts: RecipeFacts, folder: Path, record: bool) -> Iterator[Change]:
@@ -322,27 +304,27 @@ def _record(facts: RecipeFacts, folder: Path, record: bool) -> Iterator[Change]:
     directory = str(folder / RECORDS)
     if facts.get("loss_fn.record") is None:
         if record:
-            yield Change("loss_fn.record", {"dir": directory}, None)
+            yield Change("loss_fn.record", {"dir": directory})
         return
-    yield Change("loss_fn.record.dir", directory, facts.get("loss_fn.record.dir"))
-    if facts.get("loss_fn.record.every") not in (None, 1):
-        yield Change("loss_fn.record.every", 1, facts.get("loss_fn.record.every"))
+    yield Change("loss_fn.record.dir", directory)
+    if facts.get("loss_fn.record.every") is not None:
+        yield Change("loss_fn.record.every", 1)
 
 
 def _unrehearsed(
-    facts: RecipeFacts, layout: Layout, full: Layout, changes: list[Change], gpus: bool, validate: bool
+    facts: RecipeFacts, layout: Layout, full: Layout, changes: list[Change], options: PlanOptions
 ) -> Iterator[str]:
     yield "memory: the model, its batches and its sequences are tiny"
     yield "network: everything runs on one machine"
     if layout != full:
         yield f"layout: {layout} in place of {full}"
-    if not gpus:
+    if not options.gpus:
         yield "kernels: everything runs on CPUs"
         yield "speed: times on CPUs say nothing about GPUs"
     yield from (
         f"{change.key}: {as_override(change.was)}, here {as_override(change.value)} ({change.why})"
         for change in changes
-        if change.why and change.why != "ranks" and change.was is not None and change.was != change.value
+        if change.why not in ("", "ranks") and change.was is not None and change.was != change.value
     )
-    if facts.get(f"{facts.algorithm}.val_period") and not validate:
+    if facts.get(f"{facts.algorithm}.val_period") and not options.validate:
         yield "validation: none of the recipe's (--validate rehearses it)"

@@ -213,4 +213,4 @@ def _read_from(prompts: Path, facts: RecipeFacts) -> list[Change]:
     train |= {key: recipe[key] for key in _FORMAT if isinstance(recipe, Mapping) and key in recipe}
     values: dict[str, Any] = {"data.train": {**train, "split_validation_size": 0}, "data.shuffle": False}
     values |= {"data.use_multiple_dataloader": False, "data.validation": None}
-    return [Change(key, value, delete=key == "data.train") for key, value in values.items()]
+    return [Change(key, value, was=facts.get(key)) for key, value in values.items()]

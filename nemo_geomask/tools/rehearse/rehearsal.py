@@ -14,7 +14,8 @@ from nemo_geomask.hosts.nemo_rl.facts import has_kl_score_function
 from nemo_geomask.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
 from nemo_geomask.tools.check import Finding, RecipeFacts, check
 from nemo_geomask.tools.rehearse.control_run import Comparison, compare, control_overrides, settings_of_ours_alone
-from nemo_geomask.tools.rehearse.plan import Plan
+from nemo_geomask.tools.rehearse.launch_environment import has_automodel, supports_fp8_cache
+from nemo_geomask.tools.rehearse.plan import Plan, PlanOptions
 from nemo_geomask.tools.rehearse.refusals import errors_of
 from nemo_geomask.tools.rehearse.rehearsed_run import (
     COMMAND,
@@ -161,12 +162,20 @@ def rehearse(
     )
     if errors_of(report, own_environment=own_environment):
         return result
-    settings = RunSettings(
-        *(checkout, steps, ranks, own_environment, gpus, timeout, resume is not None, validate, control),
-        tuple(accept),
-        tuple(finding.message for finding in report.findings if finding.rule.id == _EMPTY_MASK),
-        progress,
+    options = PlanOptions(
+        steps=steps,
+        ranks=ranks,
+        own_environment=own_environment,
+        gpus=gpus,
+        has_automodel=has_automodel(checkout),
+        has_fp8_cache=supports_fp8_cache(),
+        resume=resume is not None,
+        validate=validate,
+        record=True,
+        control=control,
     )
+    forecasts = tuple(finding.message for finding in report.findings if finding.rule.id == _EMPTY_MASK)
+    settings = RunSettings(checkout, options, timeout, tuple(accept), forecasts, progress)
     planned = make_plan(facts, folder, settings)
     command = driver_command(checkout / planned.script, facts.recipe.path, (*overrides, *planned.overrides))
     result = replace(result, plan=planned, command=tuple(command))

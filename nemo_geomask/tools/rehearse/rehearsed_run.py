@@ -16,8 +16,8 @@ from nemo_geomask.tools.check import RecipeFacts, has_experts
 from nemo_geomask.tools.rehearse.event_log import STAGES, read_events
 from nemo_geomask.tools.rehearse.gate import judge
 from nemo_geomask.tools.rehearse.healthy_limits import healthy_limits, update_limits
-from nemo_geomask.tools.rehearse.launch_environment import has_automodel, launch_environment, supports_fp8_cache
-from nemo_geomask.tools.rehearse.plan import RECORDS, Plan, plan
+from nemo_geomask.tools.rehearse.launch_environment import launch_environment
+from nemo_geomask.tools.rehearse.plan import RECORDS, Plan, PlanOptions, plan
 from nemo_geomask.tools.rehearse.run_outcome import RunResult, outcome_of
 from nemo_geomask.tools.rehearse.supervision import supervised
 from nemo_geomask.tools.rehearse.tiny_models import write_prompts
@@ -34,14 +34,8 @@ class RunSettings:
     """Settings that all runs of a rehearsal share."""
 
     checkout: Path
-    steps: int
-    ranks: int
-    own_environment: bool
-    gpus: bool
+    options: PlanOptions
     timeout: float
-    resume: bool
-    validate: bool
-    control: bool
     accept: tuple[str, ...]
     forecasts: tuple[str, ...]  # as in RunResult
     progress: Callable[[Sequence[dict[str, object]]], None]
@@ -49,20 +43,7 @@ class RunSettings:
 
 def make_plan(facts: RecipeFacts, folder: Path, settings: RunSettings) -> Plan:
     """Plan a run; raise ConfigError if the checkout has no script for its algorithm."""
-    planned = plan(
-        facts,
-        folder=folder,
-        steps=settings.steps,
-        ranks=settings.ranks,
-        own_environment=settings.own_environment,
-        gpus=settings.gpus,
-        has_automodel=has_automodel(settings.checkout),
-        has_fp8_cache=supports_fp8_cache(),
-        resume=settings.resume,
-        validate=settings.validate,
-        record=True,
-        control=settings.control,
-    )
+    planned = plan(facts, folder=folder, options=settings.options)
     if not (settings.checkout / planned.script).is_file():
         raise ConfigError(
             f"the NeMo-RL in {settings.checkout} has no {planned.script}, which this recipe's algorithm needs"
@@ -89,7 +70,7 @@ def run_plan(
     resumed_steps = 0
     if saved is not None:
         shutil.copytree(saved, folder / "checkpoints" / saved.name)
-        resumed_steps = settings.steps - 1
+        resumed_steps = settings.options.steps - 1
     script = settings.checkout / planned.script
     command = driver_command(script, facts.recipe.path, (*overrides, *planned.overrides))
     (folder / COMMAND).write_text("\n".join(command), encoding="utf-8")
@@ -98,9 +79,9 @@ def run_plan(
     killed_before = _kernel_kills()
     environment_of_driver = launch_environment(
         *(folder, settings.checkout, planned),
-        gpus=settings.gpus,
-        own_environment=settings.own_environment,
-        first_seed=resumed_steps if settings.resume else None,
+        gpus=settings.options.gpus,
+        own_environment=settings.options.own_environment,
+        first_seed=resumed_steps if settings.options.resume else None,
     )
     with environment_of_driver as environment:
         status = supervised(
@@ -114,7 +95,7 @@ def run_plan(
     outcome = outcome_of(
         read_events(events),
         status=status,
-        steps=settings.steps - resumed_steps,
+        steps=settings.options.steps - resumed_steps,
         started=started,
         ended=time.time(),
         expected_stages=frozenset(STAGES) - _absent_stages(facts, settings),
@@ -122,7 +103,7 @@ def run_plan(
         settings=dict(_flatten(facts.recipe.data)),
         killed_by_kernel=_kernel_kills() - killed_before,
     )
-    run = replace(outcome, steps=range(resumed_steps + 1, settings.steps + 1))
+    run = replace(outcome, steps=range(resumed_steps + 1, settings.options.steps + 1))
     return _judge(run, facts, planned, folder, settings)
 
 
@@ -142,7 +123,7 @@ def _judge(run: RunResult, facts: RecipeFacts, planned: Plan, folder: Path, sett
         records=records,
         updates=max(1, planned.rollouts // rows),
         precisions=precisions(facts.get),
-        is_validated=settings.validate,
+        is_validated=settings.options.validate,
         forecasts=settings.forecasts,
     )
     trainer, sampler = str(value_of("policy.precision")), str(value_of("policy.generation.vllm_cfg.precision"))
@@ -176,7 +157,7 @@ def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 def _absent_stages(facts: RecipeFacts, settings: RunSettings) -> frozenset[str]:
     """Return the stages that the rehearsal of the recipe does not have."""
-    without = set() if settings.validate else {"val"}
+    without = set() if settings.options.validate else {"val"}
     if not facts.config.needs_prestep_pass or facts.trains_nemo_rl_loss:
         without.add("veto")
     if not facts.is_true("checkpointing.enabled"):

@@ -10,6 +10,8 @@ from nemo_geomask.tools.check import RecipeFacts, trained_sections
 from nemo_geomask.tools.rehearse.refusals import BACKEND
 from nemo_geomask.yaml_text import as_yaml
 
+_GENERATION_PRECISION = "policy.generation.vllm_cfg.precision"
+
 
 @dataclass(frozen=True)
 class Change:
@@ -17,16 +19,22 @@ class Change:
 
     key: str  # dotted key
     value: Any  # the new value; None is written as null
-    was: Any = None  # the recipe's value; None if it has none
     why: str = ""  # reason in a few words; empty if the change follows from the tiny model, the prompts or the folders
-    delete: bool = False  # delete the key first, for a mapping that must not be merged
-    # write the value even if it stays the same: the recipe interpolates another key, which may change
-    pinned: bool = False
+    was: Any = None  # the recipe's value; None if it has none
+
+    @property
+    def is_effective(self) -> bool:
+        """True unless the value stays the same.
+
+        The engine's precision is always written: most recipes interpolate the trainer's, which may change.
+        """
+        return self.was != self.value or self.key == _GENERATION_PRECISION
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Overrides for NeMo-RL's command line."""
-        return (*([f"~{self.key}"] if self.delete else []), f"++{self.key}={as_override(self.value)}")
+        """Overrides for NeMo-RL's command line; a mapping is deleted first, which would be merged otherwise."""
+        deletion = [f"~{self.key}"] if isinstance(self.value, dict) and self.was is not None else []
+        return (*deletion, f"++{self.key}={as_override(self.value)}")
 
 
 def as_override(value: Any) -> str:
@@ -41,7 +49,6 @@ def as_override(value: Any) -> str:
     return f"'{escaped}'"
 
 
-_GENERATION_PRECISION = "policy.generation.vllm_cfg.precision"
 _CACHE_DTYPE = "policy.generation.vllm_cfg.kv_cache_dtype"
 
 
@@ -76,7 +83,6 @@ def cpu_changes(
         if facts.is_true("policy.generation.vllm_cfg.is_mx"):
             settings["policy.generation.vllm_cfg.is_mx"] = (False, "quantised CUDA kernels")
     elif generation_precision in ("bfloat16", "float32"):
-        # Written out, because most recipes interpolate the trainer's precision, which the rehearsal may change.
         settings[_GENERATION_PRECISION] = (generation_precision, "")
     else:
         settings[_GENERATION_PRECISION] = ("bfloat16", "vLLM's CPU kernels support no other")
@@ -100,8 +106,7 @@ def cpu_changes(
     if "policy.dtensor_cfg._v2" in settings and facts.get("checkpointing.model_save_format") is not None:
         settings["checkpointing.model_save_format"] = (None, "DTensor v1's workers have a single format")
     for key, (value, why) in settings.items():
-        pinned = key.endswith("vllm_cfg.precision")
-        yield Change(key, value, facts.get(key), why, delete=isinstance(value, dict), pinned=pinned)
+        yield Change(key, value, why)
 
 
 _ASYNC_ENGINE = "policy.generation.vllm_cfg.async_engine"

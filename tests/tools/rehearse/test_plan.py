@@ -10,7 +10,7 @@ import pytest
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.check import Layout, RecipeFacts, layout_of
-from nemo_geomask.tools.rehearse.plan import plan
+from nemo_geomask.tools.rehearse.plan import PlanOptions, plan
 from nemo_geomask.tools.rehearse.refusals import errors_of
 from nemo_geomask.tools.rehearse.setting_changes import Change
 from tests.tools.rehearse.base_recipe import BASE
@@ -27,7 +27,8 @@ def planned(tmp_path):
     path.write_text(BASE, encoding="utf-8")
 
     def make(*overrides, **how):
-        made = plan(RecipeFacts.from_recipe(read_recipe(path, overrides)), folder=tmp_path / "out", **how)
+        facts = RecipeFacts.from_recipe(read_recipe(path, overrides))
+        made = plan(facts, folder=tmp_path / "out", options=PlanOptions(**how))
         return made, RecipeFacts.from_recipe(read_recipe(path, [*overrides, *made.overrides]))
 
     return make

@@ -18,7 +18,7 @@ import pytest
 from nemo_geomask.recipe import nemo_rl_root, read_recipe
 from nemo_geomask.tools.check import RecipeFacts
 from nemo_geomask.tools.rehearse.launch_environment import launch_environment
-from nemo_geomask.tools.rehearse.plan import plan
+from nemo_geomask.tools.rehearse.plan import PlanOptions, plan
 from nemo_geomask.tools.rehearse.rehearsal import rehearse
 from nemo_geomask.tools.rehearse.supervision import descendants, supervised
 from nemo_geomask.tools.rehearse.tiny_models import write_model, write_prompts
@@ -97,7 +97,7 @@ def test_a_fault_in_the_workers_fails_with_its_reason(tmp_path, monkeypatch, fau
 def test_a_preflight_of_a_run_with_a_local_checkpoint_lets_it_go_on(tmp_path):
     overrides = ["policy.dtensor_cfg._v2=false"]
     facts = RecipeFacts.from_recipe(read_recipe(RECIPE, overrides, leave=("data", "env")))
-    planned = plan(facts, folder=tmp_path, steps=3, has_automodel=False)
+    planned = plan(facts, folder=tmp_path, options=PlanOptions(has_automodel=False))
     write_model(planned.model, tmp_path)
     write_prompts(tmp_path / "prompts.jsonl")
     checkout, log = nemo_rl_root().resolve(), tmp_path / "log.txt"

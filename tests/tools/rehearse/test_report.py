@@ -8,7 +8,7 @@ from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.check import RecipeFacts, check
 from nemo_geomask.tools.rehearse.error_causes import likely_cause
 from nemo_geomask.tools.rehearse.event_log import STAGES, Events, read_events, stage_of
-from nemo_geomask.tools.rehearse.plan import plan
+from nemo_geomask.tools.rehearse.plan import PlanOptions, plan
 from nemo_geomask.tools.rehearse.rehearsal import Rehearsal
 from nemo_geomask.tools.rehearse.rehearsal_report import as_json, as_text
 from nemo_geomask.tools.rehearse.run_outcome import RunResult, outcome_of
@@ -103,7 +103,7 @@ def test_a_resumed_step_with_another_reference_policy_names_the_setting(tmp_path
     facts = RecipeFacts.from_recipe(read_recipe(recipe, changes))
     whole = RunResult((), None, STEPS)
     last = RunResult((), None, {2: {**STEPS[2], "loss": resumed_loss}})
-    planned = plan(facts, folder=tmp_path / "out", steps=2, resume=True)
+    planned = plan(facts, folder=tmp_path / "out", options=PlanOptions(steps=2, resume=True))
     rehearsal = Rehearsal(recipe, tmp_path, check(facts).findings, False, planned, whole, tmp_path, 1.0, resumed=last)
     text, likely = "\n".join(as_text(rehearsal)), as_json(rehearsal)["resumed"]["likely"]
     assert rehearsal.ok == (resumed_loss == 0.25)
@@ -217,11 +217,8 @@ def test_an_error_in_a_plugins_code_names_the_loss():
     )
     assert found[0] == "loss_fn.name"
     assert likely_cause('  File "/x/acme/other.py", line 3\nTypeError: x', "TypeError: x", settings) == (None, None)
-    ours = {"loss_fn.name": "gspo"}
-    assert likely_cause('  File "/x/nemo_geomask/losses/evaluate.py"\nTypeError: x', "TypeError: x", ours) == (
-        None,
-        None,
-    )
+    text = '  File "/x/nemo_geomask/losses/evaluate.py"\nTypeError: x'
+    assert likely_cause(text, "TypeError: x", {"loss_fn.name": "gspo"}) == (None, None)
 
 
 def test_the_error_of_an_engine_comes_before_the_lost_connection():
