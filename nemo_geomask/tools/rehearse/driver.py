@@ -23,12 +23,12 @@ from typing import Any
 from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.hosts.nemo_rl.launch import launch
 from nemo_geomask.tools.rehearse.event_hooks import patches
-from nemo_geomask.tools.rehearse.event_log import Events
+from nemo_geomask.tools.rehearse.event_log import EVENTS, Events
 from nemo_geomask.tools.rehearse.launch_environment import SETTINGS
-from nemo_geomask.tools.rehearse.plan import TEACHER
+from nemo_geomask.tools.rehearse.plan import ENVIRONMENT, TEACHER
 from nemo_geomask.tools.rehearse.tiny_models import TinyModel, write_model
 
-_ENVIRONMENT = "nemo_geomask.tools.rehearse.even_words.EvenWords"
+_ENVIRONMENT_CLASS = "nemo_geomask.tools.rehearse.even_words.EvenWords"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -40,18 +40,18 @@ def main(script: str) -> int:
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel ends this process with its parent
     settings = json.loads(Path(os.environ[SETTINGS]).read_text(encoding="utf-8"))
-    events = Events(Path(settings["events"]))
+    folder, model = Path(settings["folder"]), TinyModel(**settings["model"])
+    events = Events(folder / EVENTS)
     try:
-        if settings["model"] is not None:
-            parameters = write_model(TinyModel(**settings["model"]), Path(settings["folder"]))
-            events("model", parameters=parameters, model_type=settings["model"]["model_type"])
+        events("model", parameters=write_model(model, folder), model_type=model.model_type)
         if settings["teacher"]:
-            write_model(TinyModel(**settings["model"]), Path(settings["folder"]) / TEACHER.parent, seed=1)
+            write_model(model, folder / TEACHER.parent, seed=1)
         patch.apply_all(patches(events, controller="single_controller" in script, first_seed=settings["first_seed"]))
         if settings["job"] is not None:
             patch.apply_all(in_place_of_training(*settings["job"]))
-        register_environment(settings["environment"])
-        if settings["teacher"] and settings["environment"] is not None:
+        if not settings["own_environment"]:
+            register_environment()
+        if settings["teacher"] and not settings["own_environment"]:
             _name_agents()
         if not settings["gpus"]:
             start_ray_without_gpus(settings["gpu_count"], settings["ray"])
@@ -66,20 +66,19 @@ def main(script: str) -> int:
     return 0
 
 
-def register_environment(name: str | None) -> None:
-    """Register the rehearsal's environment with NeMo-RL under a name; None: the recipe has its own."""
+def register_environment() -> None:
+    """Register the built-in environment with NeMo-RL."""
     registry = importlib.import_module("nemo_rl.distributed.ray_actor_environment_registry")
     executables = importlib.import_module("nemo_rl.distributed.virtual_cluster").PY_EXECUTABLES
-    if name is not None:
-        registry.ACTOR_ENVIRONMENT_REGISTRY[_ENVIRONMENT] = executables.SYSTEM
-        importlib.import_module("nemo_rl.environments.utils").register_env(name, _ENVIRONMENT)
+    registry.ACTOR_ENVIRONMENT_REGISTRY[_ENVIRONMENT_CLASS] = executables.SYSTEM
+    importlib.import_module("nemo_rl.environments.utils").register_env(ENVIRONMENT, _ENVIRONMENT_CLASS)
 
 
 def _name_agents() -> None:
     """Name an agent for each prompt, as NeMo-Gym's rollouts do; on-policy distillation finds the teacher by it."""
     collate = importlib.import_module("nemo_geomask.tools.rehearse.even_words").collate_with_agents
     grpo = importlib.import_module("nemo_rl.algorithms.grpo")
-    patch.attribute(grpo, "rl_collate_fn", lambda original: collate).apply()
+    patch.attribute(grpo, "rl_collate_fn", lambda original: functools.partial(collate, ENVIRONMENT)).apply()
 
 
 def start_ray_without_gpus(gpu_count: int, folder: str) -> None:

@@ -10,8 +10,6 @@ import torch
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.environments.interfaces import EnvironmentReturn
 
-NAME = "nemo_geomask_rehearsal"
-
 
 @ray.remote  # type: ignore[untyped-decorator, unused-ignore]
 class EvenWords:
@@ -43,8 +41,8 @@ class EvenWords:
         return True
 
 
-def collate_with_agents(prompts: list[Any]) -> Any:
-    """Return NeMo-RL's batch of prompts, each with this environment as its agent, under NeMo-Gym's key."""
+def collate_with_agents(name: str, prompts: list[Any]) -> Any:
+    """Return NeMo-RL's batch of prompts, each with an agent of that name, under NeMo-Gym's key."""
     batch = rl_collate_fn(prompts)
-    batch["agent_ref"] = [{"name": NAME} for _ in prompts]
+    batch["agent_ref"] = [{"name": name} for _ in prompts]
     return batch

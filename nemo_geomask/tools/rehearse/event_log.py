@@ -9,7 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-STAGES = (*("start", "workers", "refit", "sampling", "log-probs", "veto", "step", "val", "metrics", "checkpoint"),)
+EVENTS = "events.jsonl"
+"""Name of the log, in the folder of a run."""
+
+STAGES = ("start", "workers", "refit", "sampling", "log-probs", "veto", "step", "val", "metrics", "checkpoint")
 """Stages of a run, in the order in which they first begin; in ``val``, NeMo-RL validates the policy on prompts."""
 
 _LABELS: Mapping[str, tuple[str, ...]] = {

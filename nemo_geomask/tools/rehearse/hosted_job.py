@@ -11,22 +11,19 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.check import RecipeFacts
-from nemo_geomask.tools.rehearse.event_log import read_events
-from nemo_geomask.tools.rehearse.launch_environment import has_automodel, launch_environment, supports_fp8_cache
-from nemo_geomask.tools.rehearse.plan import Plan, PlanOptions, plan
-from nemo_geomask.tools.rehearse.rehearsal import has_gpus, nemo_rl_checkout
-from nemo_geomask.tools.rehearse.rehearsed_run import driver_command
+from nemo_geomask.tools.rehearse.event_log import EVENTS, read_events
+from nemo_geomask.tools.rehearse.plan import Plan, plan
+from nemo_geomask.tools.rehearse.rehearsal import machine_options, nemo_rl_checkout
+from nemo_geomask.tools.rehearse.rehearsed_run import LOG, run_driver
 from nemo_geomask.tools.rehearse.run_outcome import innermost_error, without_colours
 from nemo_geomask.tools.rehearse.setting_changes import Change
-from nemo_geomask.tools.rehearse.supervision import supervised
-from nemo_geomask.tools.rehearse.tiny_models import write_prompts
 from nemo_geomask.tools.shared.json_output import write_json_file
 
 _TICK = 0.1  # seconds between looks for the answer
@@ -43,12 +40,7 @@ class JobOutcome:
 
 
 def make_empty(folder: Path) -> None:
-    """Make a folder, and delete what it holds.
-
-    Raises: ConfigError: it is a link.
-    """
-    if folder.is_symlink():
-        raise ConfigError(f"{folder} is a link, and what is there would be deleted; remove the link")
+    """Make a folder, and delete what it holds."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -79,30 +71,22 @@ def run_job(
         ConfigError: the recipe can't be read or rehearsed, or there is no NeMo-RL.
         EngineError: a process could not be ended.
     """
-    checkout, gpus = nemo_rl_checkout(), has_gpus()
-    facts, planned = _planned(recipe, overrides, folder, ranks, checkout, gpus)
-    script = checkout / planned.script
-    if planned.script != "examples/run_grpo.py" or not script.is_file():
+    checkout = nemo_rl_checkout()
+    planned = _planned(recipe, overrides, folder, ranks, checkout)
+    if planned.script != "examples/run_grpo.py" or not (checkout / planned.script).is_file():
         raise ConfigError(f"{planned.script} does not train by GRPO, whose workers the job needs; give a GRPO recipe")
     make_empty(folder)
-    write_prompts(folder / "prompts.jsonl")
-    command = driver_command(script, facts.recipe.path, (*overrides, *planned.overrides))
-    changed = {change.key: change.value for change in planned.changes}
-    for key, value in (settings or {}).items():
-        command += Change(key, value, was=changed.get(key, facts.get(key))).overrides
-    job = (function, str(file))
-    launch = launch_environment(folder, checkout, planned, gpus=gpus, own_environment=False, job=job)
-    with launch as environment:
-        status = supervised(
-            command,
-            log=folder / "log.txt",
-            timeout=timeout,
-            environment=environment,
-            folder=checkout,
-            every_tick=every_tick,
-        )
-    events = tuple(read_events(folder / "events.jsonl"))
-    return JobOutcome(_error_of(events, status, timeout, folder / "log.txt"), status is None, events)
+    changes = [Change(key, value, was=planned.value(key)) for key, value in (settings or {}).items()]
+    more = [override for change in changes for override in change.overrides]
+    status = run_driver(
+        *(planned, (*overrides, *planned.overrides, *more), folder),
+        checkout=checkout,
+        timeout=timeout,
+        job=(function, str(file)),
+        every_tick=every_tick,
+    )
+    events = tuple(read_events(folder / EVENTS))
+    return JobOutcome(_error_of(events, status, timeout, folder / LOG), status is None, events)
 
 
 def values_in_force(
@@ -116,10 +100,9 @@ def values_in_force(
     Raises:
         ConfigError: the recipe can't be read or rehearsed, or there is no NeMo-RL.
     """
-    facts, planned = _planned(recipe, overrides, Path("job"), ranks, nemo_rl_checkout(), has_gpus())
-    changed = {change.key: change.value for change in planned.changes}
-    of_recipe = {key: facts.get(key) for key in keys}
-    values = {key: changed.get(key, value) for key, value in of_recipe.items()}
+    planned = _planned(recipe, overrides, Path("job"), ranks, nemo_rl_checkout())
+    of_recipe = {key: planned.facts.get(key) for key in keys}
+    values = {key: planned.value(key) for key in of_recipe}
     replaced = {key: value for key, value in of_recipe.items() if value is not None and value != values[key]}
     return {key: value for key, value in values.items() if value is not None}, replaced, planned.unrehearsed
 
@@ -137,12 +120,9 @@ def reads_key(key: str) -> bool:
     return any(pattern.search(file.read_text(encoding="utf-8")) for file in files)
 
 
-def _planned(
-    recipe: str | Path, overrides: Sequence[str], folder: Path, ranks: int, checkout: Path, gpus: bool
-) -> tuple[RecipeFacts, Plan]:
+def _planned(recipe: str | Path, overrides: Sequence[str], folder: Path, ranks: int, checkout: Path) -> Plan:
     facts = RecipeFacts.from_recipe(read_recipe(recipe, overrides, leave=("data", "env")))
-    machine = {"gpus": gpus, "has_automodel": has_automodel(checkout), "has_fp8_cache": supports_fp8_cache()}
-    return facts, plan(facts, folder=folder, options=PlanOptions(steps=1, ranks=ranks, **machine))
+    return plan(facts, folder=folder, options=replace(machine_options(checkout), steps=1, ranks=ranks))
 
 
 def _error_of(events: Sequence[Mapping[str, Any]], status: int | None, timeout: float, log: Path) -> str:
@@ -231,8 +211,6 @@ class JobSession:
 
     def _begin(self, name: str, settings: Mapping[str, Any]) -> None:
         self._work, self._jobs = self._folder / name, self._folder / f"{name}.jobs"
-        if self._folder.is_symlink():
-            raise ConfigError(f"{self._folder} is a link, and what is there would be deleted; remove the link")
         make_empty(self._jobs)
         self._settings, self._jobs_sent, self._outcome = dict(settings), 0, None
         self._is_stopped.clear()
@@ -280,7 +258,7 @@ class JobSession:
         return JobOutcome("", False, self._events())
 
     def _events(self) -> tuple[Mapping[str, Any], ...]:
-        return tuple(read_events(self._work / "events.jsonl"))
+        return tuple(read_events(self._work / EVENTS))
 
 
 class _Stopped(Exception):

@@ -42,25 +42,22 @@ def launch_environment(
     checkout: Path,
     plan: Plan,
     *,
-    gpus: bool,
-    own_environment: bool,
     first_seed: int | None = None,
     job: tuple[str, str] | None = None,
 ) -> Iterator[dict[str, str]]:
     """Write the driver's files and yield its environment variables; files outside ``folder`` are removed at the end.
 
-    ``job``: function and file of :func:`~nemo_geomask.tools.rehearse.hosted_job.run_job`; None trains.
+    The arguments are those of :func:`~.rehearsed_run.run_driver`.
     """
     identity = uuid.uuid4().hex[:12]
     # A short path: Ray makes sockets in it, and the path of a socket has at most 107 bytes.
     ray = Path(tempfile.mkdtemp(prefix="rehearse-", dir="/tmp" if len(tempfile.gettempdir()) > 30 else None))
     settings = {
-        "events": str(folder / "events.jsonl"),
         "folder": str(folder),
         "model": dataclasses.asdict(plan.model),
         "teacher": plan.has_teacher,
-        "environment": None if own_environment else _environment_name(plan),
-        "gpus": gpus,
+        "own_environment": plan.options.own_environment,
+        "gpus": plan.options.gpus,
         "gpu_count": plan.gpu_count,
         "ray": str(ray),
         "first_seed": first_seed,
@@ -81,7 +78,7 @@ def launch_environment(
     }
     for name in ("NRL_MEGATRON_CHECKPOINT_DIR", "TMPDIR"):
         Path(variables[name]).mkdir()
-    if not gpus:
+    if not plan.options.gpus:
         site = folder / "site"
         site.mkdir()
         text = (_OLD_PYTHON if sys.version_info < (3, 12) else "") + _SITE
@@ -92,7 +89,7 @@ def launch_environment(
         if package_parent.name != "site-packages":
             path.append(str(package_parent))
         variables |= _CPU
-        if not own_environment:
+        if not plan.options.own_environment:
             # Built-in prompts and a local model: nothing has to be downloaded.
             variables |= {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
     # Absolute: the driver runs in NeMo-RL's checkout.
@@ -101,16 +98,12 @@ def launch_environment(
     try:
         # These would hide the GPUs that Ray claims to have, or make it join another cluster.
         unset = {"CUDA_VISIBLE_DEVICES", "RAY_ADDRESS"}
-        kept = {name: value for name, value in os.environ.items() if gpus or name not in unset}
+        kept = {name: value for name, value in os.environ.items() if plan.options.gpus or name not in unset}
         yield {**kept, **variables}
     finally:
         shutil.rmtree(ray, ignore_errors=True)
         for socket in Path("/tmp").glob(f"CPU-{identity}-*.sock"):
             socket.unlink(missing_ok=True)
-
-
-def _environment_name(plan: Plan) -> str:
-    return next(str(next(iter(change.value))) for change in plan.changes if change.key == "env")
 
 
 def has_automodel(checkout: Path) -> bool:

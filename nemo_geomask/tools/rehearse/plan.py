@@ -25,30 +25,8 @@ TEACHER = Path("teacher", "model")
 RECORDS = "records"
 """Name of the folder of records, in a rehearsal's folder."""
 
-_ENVIRONMENT = "nemo_geomask_rehearsal"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A rehearsal of one recipe."""
-
-    changes: tuple[Change, ...]  # changes to the recipe
-    layout: Layout  # parallel layout of the rehearsal
-    full_layout: Layout  # parallel layout of the recipe
-    model: TinyModel  # the tiny model
-    steps: int  # rollout batches to train on
-    rollouts: int  # sequences of a rollout batch
-    script: str  # NeMo-RL's script, relative to its checkout
-    gpu_count: int  # number of GPUs that Ray has, or claims to have
-    uses_automodel: bool  # True if DTensor v2's workers train, which are Automodel's
-    has_teacher: bool  # True for on-policy distillation, which needs a second tiny model
-    unrehearsed: tuple[str, ...]  # parts of the recipe that the rehearsal says nothing about
-    keeps_fp8_cache: bool  # True if a CPU's engine has the recipe's fp8 KV cache, beside weights that are not quantised
-
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        """All changes as overrides, in order."""
-        return tuple(override for change in self.changes for override in change.overrides)
+ENVIRONMENT = "nemo_geomask_rehearsal"
+"""Name under which the built-in environment is registered with NeMo-RL."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +43,34 @@ class PlanOptions:
     validate: bool = False  # validate after every step
     record: bool = False  # record every step, so that the run can be diagnosed
     control: bool = False  # the run is compared with NeMo-RL's own loss: weights move enough for clip and KL to act
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A rehearsal of one recipe."""
+
+    facts: RecipeFacts  # the recipe
+    options: PlanOptions
+    changes: tuple[Change, ...]  # changes to the recipe
+    layout: Layout  # parallel layout of the rehearsal
+    full_layout: Layout  # parallel layout of the recipe
+    model: TinyModel  # the tiny model
+    rollouts: int  # sequences of a rollout batch
+    script: str  # NeMo-RL's script, relative to its checkout
+    gpu_count: int  # number of GPUs that Ray has, or claims to have
+    uses_automodel: bool  # True if DTensor v2's workers train, which are Automodel's
+    has_teacher: bool  # True for on-policy distillation, which needs a second tiny model
+    unrehearsed: tuple[str, ...]  # parts of the recipe that the rehearsal says nothing about
+    keeps_fp8_cache: bool  # True if a CPU's engine has the recipe's fp8 KV cache, beside weights that are not quantised
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """All changes as overrides, in order."""
+        return tuple(override for change in self.changes for override in change.overrides)
+
+    def value(self, key: str) -> Any:
+        """Return the value that a setting has in the rehearsal; None if it has none."""
+        return next((change.value for change in self.changes if change.key == key), self.facts.get(key))
 
 
 def plan(facts: RecipeFacts, *, folder: Path, options: PlanOptions = PlanOptions()) -> Plan:
@@ -118,11 +124,12 @@ def plan(facts: RecipeFacts, *, folder: Path, options: PlanOptions = PlanOptions
         )
         raise ConfigError(Problem(("policy.model_name",), message))
     return Plan(
+        facts=facts,
+        options=options,
         changes=tuple(changes),
         layout=layout,
         full_layout=full,
         model=model,
-        steps=options.steps,
         rollouts=rollouts_of(facts, layout, is_control=options.control),
         script=f"examples/run_{algorithm}.py",
         gpu_count=layout.ranks + (not is_colocated(facts)) + has_teacher,
@@ -148,10 +155,10 @@ def _teacher(facts: RecipeFacts, folder: Path) -> Iterator[Change]:
     one_process = dict.fromkeys((*sizes, "expert_model_parallel_size", "num_nodes", "gpus_per_node"), 1)
     values: dict[str, tuple[Any, str]] = {
         f"{section}.teacher_model_by_agent_name": (
-            {_ENVIRONMENT: str(folder / TEACHER)},
+            {ENVIRONMENT: str(folder / TEACHER)},
             "one tiny teacher for all prompts",
         ),
-        f"{section}.default_teacher_alias": (_ENVIRONMENT, ""),
+        f"{section}.default_teacher_alias": (ENVIRONMENT, ""),
         f"{section}.strict_agent_name_match": (False, ""),
         f"{workers}.default_teacher_cfg": (one_process, "ranks"),
         f"{workers}.teacher_overrides": ({}, "ranks"),
@@ -178,7 +185,7 @@ def _model_and_data(facts: RecipeFacts, folder: Path, options: PlanOptions) -> I
         "prompt_file": None,
         "system_prompt_file": None,
         "processor": "math_hf_data_processor",
-        "env_name": _ENVIRONMENT,
+        "env_name": ENVIRONMENT,
         "split_validation_size": 0,
         "seed": 42,
     }
@@ -187,14 +194,14 @@ def _model_and_data(facts: RecipeFacts, folder: Path, options: PlanOptions) -> I
     yield Change("data.validation", validation if options.validate else None)
     # NeMo-RL starts every environment that is named anywhere in `data`.
     if facts.get("data.default.env_name") is not None:
-        yield Change("data.default.env_name", _ENVIRONMENT)
+        yield Change("data.default.env_name", ENVIRONMENT)
     if facts.is_true("data.use_multiple_dataloader"):
         yield Change("data.use_multiple_dataloader", False, "the built-in prompts are one set")
     yield Change("data.num_workers", 0)
     # All of the recipe's environments are replaced. They may refer to variables that are not set on this machine, and
     # under NeMo-Gym the agents would call the sampler in place of NeMo-RL's rollout.
     why = "NeMo-Gym's agents and their rewards" if facts.is_true("env.should_use_nemo_gym") else ""
-    yield Change("env", {_ENVIRONMENT: {}}, why)
+    yield Change("env", {ENVIRONMENT: {}}, why)
     if why:
         # NeMo-RL refuses these without NeMo-Gym.
         for key in ("grpo.invalid_tool_call_advantage", "grpo.malformed_thinking_advantage"):

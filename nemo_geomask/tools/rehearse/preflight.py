@@ -23,16 +23,16 @@ from nemo_geomask.recipe import Recipe, read_recipe
 from nemo_geomask.tools.check import RecipeFacts
 from nemo_geomask.tools.diagnose import find_run, survey_run
 from nemo_geomask.tools.rehearse import event_hooks
-from nemo_geomask.tools.rehearse.event_log import Events, read_events
+from nemo_geomask.tools.rehearse.event_log import EVENTS, Events, read_events
 from nemo_geomask.tools.rehearse.gate import judge
 from nemo_geomask.tools.rehearse.healthy_limits import REAL_UPDATE, usual_limits
 from nemo_geomask.tools.rehearse.hosted_job import make_empty
+from nemo_geomask.tools.rehearse.rehearsal import check_output_folder
 from nemo_geomask.tools.rehearse.run_outcome import RunResult, outcome_of
 from nemo_geomask.tools.rehearse.run_report import run_lines, verdict_lines
 from nemo_geomask.tools.rehearse.setting_changes import Change
 from nemo_geomask.tools.shared.usual_mismatch import precisions
 
-_EVENTS = "events.jsonl"
 _FORMAT = ("prompt_file", "system_prompt_file", "processor", "env_name")  # of a data set: its template and reward
 _WORST = 5  # tokens that are printed
 
@@ -98,11 +98,10 @@ class Preflight:
 
     def begin(self) -> None:
         """Observe the run from now on."""
-        if self._folder.is_dir() and any(self._folder.iterdir()) and not (self._folder / _EVENTS).is_file():
-            raise ConfigError(f"--out: {self._folder} is not empty and holds no preflight; choose another folder")
+        check_output_folder(self._folder, (EVENTS,), "preflight")
         make_empty(self._folder)
         self._started = time.time()
-        events = Events(self._folder / _EVENTS)
+        events = Events(self._folder / EVENTS)
         events("end", stage="start")
         self._patches = list(event_hooks.patches(events, after_step=self._after_step))
         patch.apply_all(self._patches)
@@ -116,7 +115,7 @@ class Preflight:
             raise SystemExit(1)
 
     def _after_step(self) -> None:
-        events = list(read_events(self._folder / _EVENTS))
+        events = list(read_events(self._folder / EVENTS))
         steps = {event["step"] for event in events if event["kind"] == "metrics" and "loss" in event["values"]}
         if len(steps) < self._steps:
             return

@@ -101,6 +101,11 @@ def has_gpus() -> bool:
     return bool(torch.cuda.is_available())
 
 
+def machine_options(checkout: Path) -> PlanOptions:
+    """Return the options of a plan that follow from this machine and a NeMo-RL checkout."""
+    return PlanOptions(gpus=has_gpus(), has_automodel=has_automodel(checkout), has_fp8_cache=supports_fp8_cache())
+
+
 def rehearse(
     recipe: str | Path,
     overrides: Sequence[str] = (),
@@ -151,24 +156,21 @@ def rehearse(
     resumed_facts = RecipeFacts.from_recipe(read_recipe(recipe, resumed_args, leave=leave)) if resume else facts
     reports = [check(facts), *([check(resumed_facts)] if resume else [])]
     report = next((each for each in reports if errors_of(each, own_environment=own_environment)), reports[0])
-    gpus = has_gpus()
     folder = folder.resolve()
     if not dry_run:
-        _check_output_folder(folder)
+        check_output_folder(folder, (PROMPTS, COMMAND), "rehearsal")
     result = Rehearsal(
-        *(Path(recipe), checkout, report.findings, gpus, None, None, folder),
+        *(Path(recipe), checkout, report.findings, has_gpus(), None, None, folder),
         seconds=time.monotonic() - began,
         resume_changes=tuple(resume or ()),
     )
     if errors_of(report, own_environment=own_environment):
         return result
-    options = PlanOptions(
+    options = replace(
+        machine_options(checkout),
         steps=steps,
         ranks=ranks,
         own_environment=own_environment,
-        gpus=gpus,
-        has_automodel=has_automodel(checkout),
-        has_fp8_cache=supports_fp8_cache(),
         resume=resume is not None,
         validate=validate,
         record=True,
@@ -177,13 +179,13 @@ def rehearse(
     forecasts = tuple(finding.message for finding in report.findings if finding.rule.id == _EMPTY_MASK)
     settings = RunSettings(checkout, options, timeout, tuple(accept), forecasts, progress)
     planned = make_plan(facts, folder, settings)
-    command = driver_command(checkout / planned.script, facts.recipe.path, (*overrides, *planned.overrides))
+    command = driver_command(planned, checkout, (*overrides, *planned.overrides))
     result = replace(result, plan=planned, command=tuple(command))
     if dry_run:
         return replace(result, seconds=time.monotonic() - began)
     if folder.exists():
         shutil.rmtree(folder)
-    outcome = run_plan(facts, planned, tuple(overrides), folder, settings)
+    outcome = run_plan(planned, tuple(overrides), folder, settings)
     result = replace(result, outcome=outcome)
     if control and (ours_only := settings_of_ours_alone(facts, score_function=has_kl_score_function(checkout))):
         result = replace(result, ours_only=ours_only)
@@ -191,13 +193,13 @@ def rehearse(
         control_args = (*overrides, *control_overrides(facts))
         control_facts = RecipeFacts.from_recipe(read_recipe(recipe, control_args, leave=leave))
         control_plan = make_plan(control_facts, folder / "control", settings)
-        control_outcome = run_plan(control_facts, control_plan, control_args, folder / "control", settings)
+        control_outcome = run_plan(control_plan, control_args, folder / "control", settings)
         result = replace(result, control=control_outcome)
     if resume is not None and outcome.failure is None:
         saved = folder / "checkpoints" / f"step_{steps - 1}"
         if saved.is_dir():
             resumed_plan = make_plan(resumed_facts, folder / "resumed", settings)
-            resumed = run_plan(resumed_facts, resumed_plan, resumed_args, folder / "resumed", settings, saved)
+            resumed = run_plan(resumed_plan, resumed_args, folder / "resumed", settings, saved)
         else:
             missing = f"{saved} is not there: checkpointing: saved or kept no checkpoint of step {steps - 1}"
             resumed = RunResult((), RunFailure("checkpoint", missing), {})
@@ -205,15 +207,19 @@ def rehearse(
     return replace(result, seconds=time.monotonic() - began)
 
 
-def _check_output_folder(folder: Path) -> None:
+def check_output_folder(folder: Path, marks: Sequence[str], kind: str) -> None:
+    """Raise ConfigError unless a folder can be written to and is new, empty, or an earlier one with these files.
+
+    Args:
+        marks: names of files that each folder of the kind has.
+    """
     try:
         contents = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     except OSError as error:
         raise ConfigError(f"--out: {folder} can't be used: {error.strerror or error}") from None
-    if contents and not all((folder / name).is_file() for name in (PROMPTS, COMMAND)):
+    if contents and not all((folder / name).is_file() for name in marks):
         raise ConfigError(
-            f"--out: {folder} is not empty (it holds {contents[0]}) and has no rehearsal to replace; choose "
-            "another folder"
+            f"--out: {folder} is not empty (it holds {contents[0]}) and holds no {kind}; choose another folder"
         )
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK)):

@@ -57,7 +57,7 @@ def _size(plan: Plan) -> Iterator[str]:
 def _plan(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
     """Yield the plan of a rehearsal that was not run."""
     yield from absent_requirements()
-    yield f"would run {plan.script} for {plan.steps} steps, with"
+    yield f"would run {plan.script} for {plan.options.steps} steps, with"
     yield from (f"  {line}" for line in _size(plan))
     yield f"  {_small_changes(plan)}"
     yield "not rehearsed:"

@@ -13,7 +13,7 @@ from typing import Any
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.hosts.nemo_rl import accepted_apis
 from nemo_geomask.tools.check import RecipeFacts, has_experts
-from nemo_geomask.tools.rehearse.event_log import STAGES, read_events
+from nemo_geomask.tools.rehearse.event_log import EVENTS, STAGES, read_events
 from nemo_geomask.tools.rehearse.gate import judge
 from nemo_geomask.tools.rehearse.healthy_limits import healthy_limits, update_limits
 from nemo_geomask.tools.rehearse.launch_environment import launch_environment
@@ -25,6 +25,8 @@ from nemo_geomask.tools.shared.usual_mismatch import precisions
 
 # Module of the driver's process. It is not imported here, because its own imports take seconds.
 _DRIVER = "nemo_geomask.tools.rehearse.driver"
+LOG = "log.txt"
+"""Name of the file with the driver's output."""
 PROMPTS, COMMAND = "prompts.jsonl", "command.txt"
 """Files by which the folder of an earlier rehearsal is recognised."""
 
@@ -51,82 +53,98 @@ def make_plan(facts: RecipeFacts, folder: Path, settings: RunSettings) -> Plan:
     return planned
 
 
-def driver_command(script: Path, recipe: Path, overrides: Sequence[str]) -> list[str]:
+def run_driver(
+    planned: Plan,
+    overrides: Sequence[str],
+    folder: Path,
+    *,
+    checkout: Path,
+    timeout: float,
+    accept: Sequence[str] = (),
+    first_seed: int | None = None,
+    job: tuple[str, str] | None = None,
+    every_tick: Callable[[], None],
+) -> int | None:
+    """Run NeMo-RL's script in a folder; return its exit status, or None if the time limit was reached.
+
+    Args:
+        overrides: all of the command line's, with those of the plan.
+        first_seed: see :func:`~.event_hooks.patches`.
+        job: function and file of :func:`~.hosted_job.run_job`; None trains.
+    """
+    write_prompts(folder / PROMPTS)
+    command = driver_command(planned, checkout, overrides)
+    (folder / COMMAND).write_text("\n".join(command), encoding="utf-8")
+    with launch_environment(folder, checkout, planned, first_seed=first_seed, job=job) as environment:
+        return supervised(
+            command,
+            log=folder / LOG,
+            timeout=timeout,
+            environment={**environment, **accepted_apis.as_variables(accept)},
+            folder=checkout,
+            every_tick=every_tick,
+        )
+
+
+def driver_command(planned: Plan, checkout: Path, overrides: Sequence[str]) -> list[str]:
     """Return the command of the driver."""
-    return [sys.executable, "-m", _DRIVER, str(script), "--config", str(recipe.resolve()), *overrides]
+    recipe = planned.facts.recipe.path.resolve()
+    return [sys.executable, "-m", _DRIVER, str(checkout / planned.script), "--config", str(recipe), *overrides]
 
 
 def run_plan(
-    facts: RecipeFacts,
-    planned: Plan,
-    overrides: tuple[str, ...],
-    folder: Path,
-    settings: RunSettings,
-    saved: Path | None = None,
+    planned: Plan, overrides: tuple[str, ...], folder: Path, settings: RunSettings, saved: Path | None = None
 ) -> RunResult:
     """Run a plan, resumed from a saved checkpoint if there is one, and return its judged outcome."""
-    folder.mkdir(parents=True)
-    write_prompts(folder / PROMPTS)
+    options = planned.options
     resumed_steps = 0
     if saved is not None:
         shutil.copytree(saved, folder / "checkpoints" / saved.name)
-        resumed_steps = settings.options.steps - 1
-    script = settings.checkout / planned.script
-    command = driver_command(script, facts.recipe.path, (*overrides, *planned.overrides))
-    (folder / COMMAND).write_text("\n".join(command), encoding="utf-8")
-    events = folder / "events.jsonl"
+        resumed_steps = options.steps - 1
+    events = folder / EVENTS
     started = time.time()
     killed_before = _kernel_kills()
-    environment_of_driver = launch_environment(
-        *(folder, settings.checkout, planned),
-        gpus=settings.options.gpus,
-        own_environment=settings.options.own_environment,
-        first_seed=resumed_steps if settings.options.resume else None,
+    status = run_driver(
+        *(planned, (*overrides, *planned.overrides), folder),
+        checkout=settings.checkout,
+        timeout=settings.timeout,
+        accept=settings.accept,
+        first_seed=resumed_steps if options.resume else None,
+        every_tick=lambda: settings.progress(list(read_events(events))),
     )
-    with environment_of_driver as environment:
-        status = supervised(
-            command,
-            log=folder / "log.txt",
-            timeout=settings.timeout,
-            environment={**environment, **accepted_apis.as_variables(settings.accept)},
-            folder=settings.checkout,
-            every_tick=lambda: settings.progress(list(read_events(events))),
-        )
     outcome = outcome_of(
         read_events(events),
         status=status,
-        steps=settings.options.steps - resumed_steps,
+        steps=options.steps - resumed_steps,
         started=started,
         ended=time.time(),
-        expected_stages=frozenset(STAGES) - _absent_stages(facts, settings),
-        log=(folder / "log.txt").read_text(encoding="utf-8", errors="replace"),
-        settings=dict(_flatten(facts.recipe.data)),
+        expected_stages=frozenset(STAGES) - _absent_stages(planned),
+        log=(folder / LOG).read_text(encoding="utf-8", errors="replace"),
+        settings=dict(_flatten(planned.facts.recipe.data)),
         killed_by_kernel=_kernel_kills() - killed_before,
     )
-    run = replace(outcome, steps=range(resumed_steps + 1, settings.options.steps + 1))
-    return _judge(run, facts, planned, folder, settings)
+    steps = range(resumed_steps + 1, options.steps + 1)
+    return _judge(replace(outcome, steps=steps, forecasts=settings.forecasts), planned, folder)
 
 
-def _judge(run: RunResult, facts: RecipeFacts, planned: Plan, folder: Path, settings: RunSettings) -> RunResult:
-    changed = {change.key: change.value for change in planned.changes}
-
-    def value_of(key: str) -> Any:
-        return changed.get(key, facts.get(key))
-
-    records = folder / RECORDS if any(key.startswith("loss_fn.record") for key in changed) else None
+def _judge(run: RunResult, planned: Plan, folder: Path) -> RunResult:
+    facts = planned.facts
+    records = folder / RECORDS if any(change.key.startswith("loss_fn.record") for change in planned.changes) else None
     # Steps of NeMo-RL's own loss have no records; NeMo-RL logs their log-probs.
     log_file = next((folder / "logs").glob("**/train_data_step*.jsonl"), None)
-    rows = int(value_of("policy.train_global_batch_size"))
+    rows = int(planned.value("policy.train_global_batch_size"))
     run = replace(
         run,
         loss_name=None if facts.trains_nemo_rl_loss else facts.config.name,
         records=records,
         updates=max(1, planned.rollouts // rows),
         precisions=precisions(facts.get),
-        is_validated=settings.options.validate,
-        forecasts=settings.forecasts,
+        is_validated=planned.options.validate,
     )
-    trainer, sampler = str(value_of("policy.precision")), str(value_of("policy.generation.vllm_cfg.precision"))
+    trainer, sampler = (
+        str(planned.value("policy.precision")),
+        str(planned.value("policy.generation.vllm_cfg.precision")),
+    )
     model: dict[str, Any] = {"experts": bool(has_experts(str(folder / "model"))), "temperature": facts.temperature}
     return judge(
         run,
@@ -155,9 +173,10 @@ def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield from _flatten(value, f"{prefix}{name}.")
 
 
-def _absent_stages(facts: RecipeFacts, settings: RunSettings) -> frozenset[str]:
+def _absent_stages(planned: Plan) -> frozenset[str]:
     """Return the stages that the rehearsal of the recipe does not have."""
-    without = set() if settings.options.validate else {"val"}
+    facts = planned.facts
+    without = set() if planned.options.validate else {"val"}
     if not facts.config.needs_prestep_pass or facts.trains_nemo_rl_loss:
         without.add("veto")
     if not facts.is_true("checkpointing.enabled"):

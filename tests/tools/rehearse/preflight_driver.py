@@ -17,7 +17,7 @@ from nemo_geomask.tools.rehearse.launch_environment import SETTINGS
 
 if __name__ == "__main__":
     settings = json.loads(Path(os.environ[SETTINGS]).read_text(encoding="utf-8"))
-    driver.register_environment(settings["environment"])
+    driver.register_environment()
     driver.start_ray_without_gpus(settings["gpu_count"], settings["ray"])
     status = 1
     try:

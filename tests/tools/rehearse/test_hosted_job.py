@@ -1,6 +1,5 @@
 """A job in place of training, and what settings it runs with."""
 
-import contextlib
 import json
 import sys
 import types
@@ -87,13 +86,12 @@ def test_an_error_of_a_worker_is_one_line_that_names_the_log(tmp_path, monkeypat
     script.parent.mkdir()
     script.touch()
 
-    def run(command, **how):
+    def run(planned, overrides, folder, **how):
         (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
         return status
 
     monkeypatch.setattr(hosted_job, "nemo_rl_checkout", lambda: tmp_path)
-    monkeypatch.setattr(hosted_job, "supervised", run)
-    monkeypatch.setattr(hosted_job, "launch_environment", lambda *arguments, **how: contextlib.nullcontext({}))
+    monkeypatch.setattr(hosted_job, "run_driver", run)
     outcome = hosted_job.run_job(recipe, [], "made_job:run", tmp_path / "job.json", folder=folder, timeout=9.0)
     assert outcome.error.startswith(error)
     assert outcome.is_timeout == (status is None)

@@ -107,15 +107,3 @@ def test_ctrl_c_ends_the_workers(session, driver, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         ask(session, tmp_path, 0)
     assert driver.ended == len(driver.starts) == 1
-
-
-@pytest.mark.parametrize("link", ["work", "work/base.jobs"])
-def test_nothing_is_deleted_through_a_link(tmp_path, link):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "precious").write_text("precious")
-    (tmp_path / link).parent.mkdir(exist_ok=True)
-    (tmp_path / link).symlink_to(tmp_path / "elsewhere")
-    session = JobSession("recipe.yaml", [], "module:function", folder=tmp_path / "work", timeout=20)
-    with pytest.raises(ConfigError, match="is a link, and what is there would be deleted"):
-        session({"out": str(tmp_path / "out.json")}, name="base", settings={})
-    assert (tmp_path / "elsewhere" / "precious").exists()

@@ -101,7 +101,7 @@ def test_a_preflight_of_a_run_with_a_local_checkpoint_lets_it_go_on(tmp_path):
     write_model(planned.model, tmp_path)
     write_prompts(tmp_path / "prompts.jsonl")
     checkout, log = nemo_rl_root().resolve(), tmp_path / "log.txt"
-    with launch_environment(tmp_path, checkout, planned, gpus=False, own_environment=False) as environment:
+    with launch_environment(tmp_path, checkout, planned) as environment:
         command = [sys.executable, "-m", "tests.tools.rehearse.preflight_driver", str(checkout / planned.script)]
         command += [
             "--config",
