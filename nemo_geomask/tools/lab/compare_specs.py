@@ -2,8 +2,8 @@
 
 In ``SPEC = name[:level][+preset]...``, ``name`` is a loss (``gspo``, or ``module:attribute``). ``level`` is ``token``,
 ``sequence``, ``sequence_mean`` or ``none`` (no correction). Each ``preset`` is a mask with the bounds in
-``lab.presets``. Without a level or preset, the recipe's settings apply. Of ``loss_fn.options``, each loss gets those
-that it has, so that losses with different options can be compared.
+``lab.presets``. Without a level or preset, the recipe's settings apply. Its ``loss_fn.options`` are those of its own
+loss, and no other loss gets them.
 
 A name may itself contain a colon. The text before the first colon is a registered loss if there is one with this name,
 and otherwise a module. A last part ``token``, ``sequence``, ``sequence_mean`` or ``none`` is always the level. So an
@@ -12,16 +12,17 @@ attribute with one of these names needs a level after it: ``my_losses:token:none
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nemo_geomask.config import nearest
 from nemo_geomask.config.corrections import LEVELS
-from nemo_geomask.errors import ConfigError, GeomaskError
-from nemo_geomask.losses import available, load
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.losses import available
 from nemo_geomask.tools.lab.lab_recipe import LabConfig
 
+DEFAULT_LOSS = "clipped_pg"
+"""Name of the loss of a ``loss_fn:`` block without a name."""
 _LEVELS = tuple(LEVELS.built_in)
 _NONE = "none"
 _CORRECTION_KEYS = (
@@ -32,22 +33,8 @@ _CORRECTION_KEYS = (
 )
 
 
-@dataclass(frozen=True)
-class ComparedLoss:
-    """One loss of a comparison.
-
-    Attributes:
-        foreign_options: names of the recipe's ``loss_fn.options`` that this loss does not have, but another compared
-            loss has; they are not in ``loss_fn``.
-    """
-
-    label: str  # the SPEC as written, or the loss's name
-    loss_fn: Mapping[str, Any]  # the ``loss_fn:`` block that :func:`nemo_geomask.build_loss` validates
-    foreign_options: frozenset[str] = frozenset()
-
-
-def parse_compare(text: str | Iterable[str], base: Mapping[str, Any], lab: LabConfig) -> tuple[ComparedLoss, ...]:
-    """Parse a comma-separated list of SPECs.
+def parse_compare(text: str | Iterable[str], base: Mapping[str, Any], lab: LabConfig) -> dict[str, dict[str, Any]]:
+    """Parse a comma-separated list of SPECs into a ``loss_fn:`` block for each.
 
     Args:
         text: ``gspo:sequence,gspo:sequence_mean``, or a sequence of SPECs.
@@ -62,14 +49,15 @@ def parse_compare(text: str | Iterable[str], base: Mapping[str, Any], lab: LabCo
     repeated = sorted({spec for spec in specs if specs.count(spec) > 1})
     if repeated:
         raise ConfigError(f"--compare: '{repeated[0]}' is listed twice; its curves would be equal. Remove one")
-    return _distribute_options([parse_spec(spec, base, lab) for spec in specs])
+    return {spec: _block_of(spec, base, lab) for spec in specs}
 
 
-def parse_spec(spec: str, base: Mapping[str, Any], lab: LabConfig) -> ComparedLoss:
-    """Parse one SPEC; see :func:`parse_compare`."""
+def _block_of(spec: str, base: Mapping[str, Any], lab: LabConfig) -> dict[str, Any]:
     head, *presets = spec.split("+")
     name, level = _split_level(head, spec)
     block = {**base, "name": name}
+    if name != base.get("name", DEFAULT_LOSS):
+        block.pop("options", None)
     if level == _NONE:
         block = {key: value for key, value in block.items() if key not in _CORRECTION_KEYS}
         block["use_importance_sampling_correction"] = False
@@ -77,32 +65,7 @@ def parse_spec(spec: str, base: Mapping[str, Any], lab: LabConfig) -> ComparedLo
         block |= {"use_importance_sampling_correction": True, "is_correction_level": level}
     if presets:
         block["masks"] = [*(block.get("masks") or ()), *(_preset_mask(preset, spec, lab) for preset in presets)]
-    return ComparedLoss(spec, block)
-
-
-def _distribute_options(losses: Sequence[ComparedLoss]) -> tuple[ComparedLoss, ...]:
-    """Remove from each loss the options that it does not have, but another of the losses has.
-
-    An option that none of them has stays, so that building the loss reports it.
-    """
-    names_by_loss = [_option_names(loss) for loss in losses]
-    all_names = frozenset[str]().union(*names_by_loss)
-    distributed = []
-    for loss, names in zip(losses, names_by_loss, strict=True):
-        options = loss.loss_fn.get("options")
-        if isinstance(options, Mapping) and (foreign := all_names.intersection(options) - names):
-            kept = {key: value for key, value in options.items() if key not in foreign}
-            loss = replace(loss, loss_fn={**loss.loss_fn, "options": kept}, foreign_options=foreign)
-        distributed.append(loss)
-    return tuple(distributed)
-
-
-def _option_names(loss: ComparedLoss) -> frozenset[str]:
-    """Return the names of a loss's own options; none if it can't be loaded, which building the loss reports."""
-    try:
-        return frozenset(load(loss.loss_fn["name"]).options.model_fields)
-    except (GeomaskError, AttributeError):
-        return frozenset()
+    return block
 
 
 def _split_level(head: str, spec: str) -> tuple[str, str | None]:

@@ -17,12 +17,14 @@ from typing import Any
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.optional import require
 from nemo_geomask.recipe import load_recipe
-from nemo_geomask.tools.lab.compare_specs import ComparedLoss, parse_compare
+from nemo_geomask.tools.lab.compare_specs import DEFAULT_LOSS, parse_compare
 from nemo_geomask.tools.lab.lab_recipe import SEEDS, LabRecipe
 from nemo_geomask.tools.lab.lab_report import print_diagnosis, report_results
 from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.run_queue import train
 from nemo_geomask.tools.lab.run_store import COMPUTE_KEYS, Run, RunCurves
+
+_OPTIONS = "loss_fn.options"
 
 
 def train_recipe(
@@ -105,16 +107,17 @@ def plan_runs(
 
     for combination in itertools.product(*map(parse_vary, vary or read(()).lab.vary)):
         recipe = read(combination)
-        for variant in _compared_losses(recipe, compare):
-            applicable = [setting for setting in combination if _concerns(setting, variant)]
-            label = " ".join([variant.label, *applicable])
+        for spec, loss_fn in _compared_losses(recipe, compare).items():
+            has_options = "options" in loss_fn
+            applicable = [text for text in combination if has_options or not text.lstrip("+").startswith(_OPTIONS)]
+            label = " ".join([spec, *applicable])
             position = positions.setdefault(label, len(positions))
             for seed in parse_seeds(seeds) if seeds else (recipe.grpo.seed,):
                 grpo = recipe.grpo.model_copy(update={"seed": seed})
-                run_recipe = recipe.model_copy(update={"loss_fn": dict(variant.loss_fn), "grpo": grpo})
+                run_recipe = recipe.model_copy(update={"loss_fn": loss_fn, "grpo": grpo})
                 run = Run(label, run_recipe, out, position)
                 same = by_settings.setdefault((json.dumps(run.settings, sort_keys=True), seed), run)
-                # Without the options that its loss does not have, a variant may be planned already.
+                # A variant without options is the same for all values of an option.
                 is_planned = same.label == label and len(applicable) < len(combination)
                 if same is not run and not is_planned:
                     raise ConfigError(
@@ -122,15 +125,6 @@ def plan_runs(
                         "Remove one"
                     )
     return sorted(by_settings.values(), key=lambda run: run.recipe.grpo.seed)
-
-
-def _concerns(setting: str, variant: ComparedLoss) -> bool:
-    """Return False if a setting of ``--vary`` is an option that the variant's loss does not have."""
-    key = setting.partition("=")[0].lstrip("+")
-    if key == "loss_fn.options":
-        return bool(variant.loss_fn.get("options"))
-    section, _, option = key.rpartition(".")
-    return section != "loss_fn.options" or option not in variant.foreign_options
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
@@ -176,11 +170,12 @@ def parse_vary(text: str) -> list[str]:
     return [f"{key}={value}" for value in values]
 
 
-def _compared_losses(recipe: LabRecipe, compare: str | None) -> tuple[ComparedLoss, ...]:
+def _compared_losses(recipe: LabRecipe, compare: str | None) -> dict[str, dict[str, Any]]:
+    """Return the ``loss_fn:`` block of each variant by its SPEC, or that of the recipe by its loss's name."""
     specs = recipe.lab.compare if compare is None else compare
     if specs:
         return parse_compare(specs, recipe.loss_fn, recipe.lab)
-    return (ComparedLoss(str(recipe.loss_fn.get("name", "clipped_pg")), recipe.loss_fn),)
+    return {str(recipe.loss_fn.get("name", DEFAULT_LOSS)): recipe.loss_fn}
 
 
 def choose_jobs(requested: int | None, runs: Sequence[Run]) -> int:

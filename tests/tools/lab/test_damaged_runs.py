@@ -54,19 +54,6 @@ def constant(value, count):
     return pyarrow.array([value]).take(pyarrow.array([0] * count))
 
 
-def has_two_rewards(path):
-    table = pyarrow.table([[1], [0.1], [0.2]], names=["step", "reward", "reward"])
-    parquet.write_table(table.replace_schema_metadata({"nemo_geomask.tools.lab": json.dumps(FACTS)}), path)
-
-
-def has_pages_beyond_its_footer(path):
-    write_run(path)
-    content = path.read_bytes()
-    footer_bytes = int.from_bytes(content[-8:-4], "little") + 8
-    write_run(path, **{name: constant(0, 900_000) for name in COLUMNS})
-    path.write_bytes(path.read_bytes() + content[-footer_bytes:])
-
-
 def is_sparse(path):
     path.touch()
     os.truncate(path, 2**31)
@@ -78,28 +65,18 @@ DAMAGE = {
     "facts without an end": (has_facts("[" * 100_000), ""),
     "nested facts": (has_facts('{"settings": ' * 200 + "{}" + "}" * 200), "its facts are nested too deeply, or too"),
     "a long fact": (has_facts({**FACTS, "machine": "x" * 1_000_000}), "its facts are nested too deeply, or too long"),
-    "facts that are no JSON": (has_facts("{"), ""),
     "a fact of another type": (has_facts({**FACTS, "seed": "x"}), "its facts.seed: Input should be a valid integer"),
-    "a surrogate": (has_facts({**FACTS, "label": "\ud800"}), "its facts.label: Input should be a valid string"),
     "no chance": (has_facts({**FACTS, "chance": math.nan}), "its facts.chance: Input should be"),
     "strings": (has_columns(reward=["a", "b", "c"]), ""),
-    "lists": (has_columns(reward=[[1.0], [2.0], []]), ""),
-    "structs": (has_columns(reward=[{"a": 1}] * 3), ""),
-    "two columns of a name": (has_two_rewards, ""),
     "no steps": (has_columns(step=None), "it has no column step"),
     "steps out of order": (has_columns(step=[1, 3, 2]), "its steps are not 1, 2, 3 and so on"),
-    "a missing step": (has_columns(step=[1, None, 3]), "its steps are not 1, 2, 3 and so on"),
     "no rows": (has_columns(**{name: pyarrow.array([], pyarrow.int64()) for name in COLUMNS}), "finished without a"),
     "many rows": (has_columns(**{name: constant(0, 2_000_001) for name in COLUMNS}), "it claims 2,000,001 rows of 2"),
-    "pages beyond its footer": (has_pages_beyond_its_footer, ""),
     "a FIFO": (os.mkfifo, "is a FIFO, not a regular file"),
-    "a device": (lambda path: path.symlink_to("/dev/zero"), "is a character device, not a regular file"),
     "a broken link": (lambda path: path.symlink_to(path.parent / "nowhere"), "No such file or directory"),
     "a folder": (lambda path: path.mkdir(), "Is a directory"),
     "an empty file": (lambda path: path.touch(), ""),
-    "text": (lambda path: path.write_text("nothing"), ""),
     "a sparse file": (is_sparse, "it has 2,147,483,648 bytes"),
-    "a large footer": (lambda path: path.write_bytes(b"PAR1" + bytes(100) + b"\0\0\0\x80PAR1"), ""),
 }
 
 

@@ -93,8 +93,8 @@ def test_shipped_recipes_are_valid(path):
     recipe = LabRecipe.read(load_recipe(path), source=path.name)
     variants = parse_compare(recipe.lab.compare, recipe.loss_fn, recipe.lab)
     assert variants
-    for variant in variants:
-        build_loss(variant.loss_fn)
+    for loss_fn in variants.values():
+        build_loss(loss_fn)
 
 
 BASE = {"name": "clipped_pg", "ratio_clip_min": 0.1, "masks": [{"preset": "veto", "max": 9.0}]}
@@ -104,14 +104,14 @@ def test_a_spec_changes_a_copy_of_the_recipes_loss():
     lab = LabConfig(presets={"geometric": {"min": 0.9, "max": 1.3}})
     plain, off, mean, own = parse_compare(
         "gspo, gspo:none ,gspo:sequence_mean+geometric+opsm,some.module:LOSS:token", BASE, lab
-    )
-    assert plain.loss_fn == {**BASE, "name": "gspo"}
-    assert off.loss_fn == {**BASE, "name": "gspo", "use_importance_sampling_correction": False}
-    assert mean.loss_fn["is_correction_level"] == "sequence_mean"
-    assert mean.loss_fn["use_importance_sampling_correction"] is True
-    assert [mask["preset"] for mask in mean.loss_fn["masks"]] == ["veto", "geometric", "opsm"]
-    assert mean.loss_fn["masks"][1] == {"preset": "geometric", "min": 0.9, "max": 1.3}
-    assert (own.loss_fn["name"], own.loss_fn["is_correction_level"]) == ("some.module:LOSS", "token")
+    ).values()
+    assert plain == {**BASE, "name": "gspo"}
+    assert off == {**BASE, "name": "gspo", "use_importance_sampling_correction": False}
+    assert mean["is_correction_level"] == "sequence_mean"
+    assert mean["use_importance_sampling_correction"] is True
+    assert [mask["preset"] for mask in mean["masks"]] == ["veto", "geometric", "opsm"]
+    assert mean["masks"][1] == {"preset": "geometric", "min": 0.9, "max": 1.3}
+    assert (own["name"], own["is_correction_level"]) == ("some.module:LOSS", "token")
     assert BASE["masks"] == [{"preset": "veto", "max": 9.0}]
 
 
@@ -121,8 +121,8 @@ def test_none_takes_the_truncation_away():
         "truncated_importance_sampling_type": "tis",
         "truncated_importance_sampling_ratio": 2.0,
     }
-    (variant,) = parse_compare("clipped_pg:none", base, LabConfig())
-    assert variant.loss_fn == {"name": "clipped_pg", "use_importance_sampling_correction": False}
+    (loss_fn,) = parse_compare("clipped_pg:none", base, LabConfig()).values()
+    assert loss_fn == {"name": "clipped_pg", "use_importance_sampling_correction": False}
 
 
 @pytest.mark.parametrize(

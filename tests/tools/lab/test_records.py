@@ -85,7 +85,7 @@ def test_a_batch_that_is_not_trained_on_is_recorded_without_curr(tiny, tmp_path)
         assert b'"policy": "prev"' in table.schema.metadata[b"nemo_geomask.facts"]
 
 
-def test_each_variant_has_a_folder_and_ranks_agree(tmp_path, monkeypatch):
+def test_each_variant_has_a_folder_and_ranks_agree(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     recipe = tmp_path / "tiny.yaml"
     from tests.tools.lab.tiny_recipe import TINY, merged
@@ -97,6 +97,7 @@ def test_each_variant_has_a_folder_and_ranks_agree(tmp_path, monkeypatch):
         ("two", ["--compare", "gspo:none", "lab.cp=2"]),
     ):
         assert main(["lab", str(recipe), "--out", out, *more]) == 0
+    assert "Starting 2 processes: tp 1, cp 2, dp 1." in capsys.readouterr().out
 
     def records(out, variant):
         (folder,) = (tmp_path / out).glob(f"{variant}-*-seed3/records")
