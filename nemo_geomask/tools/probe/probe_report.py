@@ -79,6 +79,8 @@ def _notes(row: LedgerRow) -> list[str]:
         notes.append("together with " + ", ".join(f"{key}: {as_yaml(value)}" for key, value in row.also.items()))
     if row.change is not None and row.ran is not None:
         notes.append(f"the probe ran with {as_yaml(row.ran)} in place of the recipe's {as_yaml(row.was)}")
+    if row.last_share is not None:
+        notes.append(f"set back among all conservative values, {_percent(row.last_share)} of the mismatch returns")
     return [f"{row.switch.id}: {note}" for note in notes]
 
 

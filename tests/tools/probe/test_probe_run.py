@@ -142,6 +142,7 @@ def test_the_report_names_the_cause_the_line_to_set_and_what_was_not_tried(resul
     text = "\n".join(as_text(result))
     assert "explains, confirmed" in text
     assert "moe_backend: changes kernels of GPUs alone" in text
+    assert "engine_precision: set back among all conservative values, 100.0% of the mismatch returns" in text
 
 
 def test_what_else_was_changed_and_what_was_not_probed_is_in_the_report(result):
