@@ -80,18 +80,6 @@ def _scale(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fractions", type=_fraction, default=1.0, metavar="F", help="fraction of the tokens that train (default: 1)"
     )
-    parser.add_argument(
-        "--measured",
-        type=Path,
-        metavar="DIR",
-        help="folder that bench logprobs --out wrote on your GPU (default: times of an H100)",
-    )
-    parser.add_argument(
-        "--peak",
-        type=positive_number,
-        metavar="TFLOP/S",
-        help="peak of the measured GPU for dense bfloat16 products (default: 989)",
-    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write scale-<recipe>.json there")
 
 

@@ -1,7 +1,7 @@
 """``bench logprobs``: from hidden states to log-probs and the gradients of both operands, by each method of a recipe.
 
 A recipe chooses between our log-probs without logits and with them, NeMo-RL's, which may work in chunks or be fused
-with the output layer, and those of megatron-core and transformer-engine. ``bench scale --measured`` reads the result.
+with the output layer, and those of megatron-core and transformer-engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``bench scale``: estimate of the log-probs' cost in a recipe's step on up to 4,096 GPUs, from times of one GPU.
+"""``bench scale``: estimate of the log-probs' cost in a recipe's step on up to 4,096 GPUs, from times of one H100.
 
 Nothing is run. The time of a method on one microbatch consists of its matrix products and its passes over the logits,
 both scaled from the measured times. Memory is estimated by :mod:`nemo_geomask.tools.check`. The time of the rest of the
@@ -16,7 +16,7 @@ from typing import Any
 from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.recipe import Recipe, read_recipe
 from nemo_geomask.recipe.shipped_files import find_recipe
-from nemo_geomask.tools.bench.scale_costs import H100, Costs, method_seconds, read_costs
+from nemo_geomask.tools.bench.scale_costs import H100, method_seconds
 from nemo_geomask.tools.check import (
     GPU_BYTES,
     LOGPROB_METHODS,
@@ -72,7 +72,7 @@ def step_seconds(stage: float, head: float, *, stages: int, microbatches: int) -
 
 
 def estimate_scale(
-    recipe: Recipe, *, gpus: Sequence[int] = GPUS, costs: Costs = H100, mfu: float = 0.3, trained: float = 1.0
+    recipe: Recipe, *, gpus: Sequence[int] = GPUS, mfu: float = 0.3, trained: float = 1.0
 ) -> dict[str, Any]:
     """Estimate memory and time of every method in a recipe's step.
 
@@ -80,7 +80,6 @@ def estimate_scale(
         recipe: the recipe.
         gpus: numbers of GPUs that train. The recipe's number is added; numbers that the layout
             does not divide are left out.
-        costs: times of one GPU.
         mfu: fraction of the GPU's peak FLOP/s that the model reaches.
         trained: fraction of the tokens that train.
 
@@ -111,10 +110,9 @@ def estimate_scale(
     passes = scoring_passes(facts)
     tokens = batch * length
     stage = [
-        model_flops(shape, rows * layout.cp, length) / layout.ranks_per_replica / (mfu * costs.peak)
-        for rows in head[:2]
+        model_flops(shape, rows * layout.cp, length) / layout.ranks_per_replica / (mfu * H100.peak) for rows in head[:2]
     ]
-    times = {method: method_seconds(method, head, costs) for method in LOGPROB_METHODS}
+    times = {method: method_seconds(method, head, H100) for method in LOGPROB_METHODS}
     steps: list[dict[str, Any]] = []
     recipe_gpus = training_gpus(facts) or layout.ranks
     for count in sorted({*gpus, recipe_gpus}):
@@ -155,7 +153,7 @@ def estimate_scale(
         "steps": steps,
         "advised": _recommended_method(memory, (recipe_step or steps[0])["loss_s"], refusals) if steps else None,
         "assumptions": [
-            line.format(mfu=mfu, peak=costs.peak / 1e12, trained=trained, gpu=costs.gpu) for line in ASSUMPTIONS
+            line.format(mfu=mfu, peak=H100.peak / 1e12, trained=trained, gpu=H100.gpu) for line in ASSUMPTIONS
         ],
     }
 
@@ -241,12 +239,8 @@ def predicted_cost(recipe: Recipe) -> str:
 
 def run(options: Namespace) -> int:
     """Print the estimate that the options of ``bench scale`` ask for, and write it into ``options.out``."""
-    peak = H100.peak if options.peak is None else options.peak * 1e12
-    costs = H100._replace(peak=peak) if options.measured is None else read_costs(options.measured, peak=peak)
     recipe = read_recipe(find_recipe(options.recipe), options.overrides, leave=("data", "env", "logger"))
-    estimate = estimate_scale(
-        recipe, gpus=options.gpus or GPUS, costs=costs, mfu=options.mfu, trained=options.fractions
-    )
+    estimate = estimate_scale(recipe, gpus=options.gpus or GPUS, mfu=options.mfu, trained=options.fractions)
     print(format_estimate(estimate))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import math
-import re
 from pathlib import Path
 
 import pytest
@@ -20,28 +18,6 @@ LINEAR, LOGPROBS = (
     json.loads((MEASURED / f"{name}.json").read_text())
     for name in ("linear-nvidia-h100-80gb-hbm3-2026-11-27", "logprobs-nvidia-h100-80gb-hbm3-2026-11-26")
 )
-# What bench logprobs writes on a GPU, with round times.
-LOGPROB_RESULT = {
-    "benchmark": "logprobs",
-    "machine": {"name": "a GPU", "torch": "2.11.0", "date": "2026-11-28"},
-    "cases": [
-        {
-            "case": {"tokens": 1000, "hidden": 500, "vocab": 4000, "tp": 2, "fraction": 1, "entropy": False}
-            | {"temperature": 1},
-            "products": {"ms": {"median": 40.0}},
-            "products_tflop_s": 300.0,
-            "paths": [
-                {"path": path, "status": "measured", "forward_ms": {"median": f}, "backward_ms": {"median": b}}
-                for path, f, b in [
-                    ("geomask", 11.0, 22.0),
-                    ("NeMo-RL", 30.0, 25.0),
-                    ("NeMo-RL, in chunks", 40.0, 60.0),
-                    ("NeMo-RL, fused", 20.0, 300.0),
-                ]
-            ],
-        }
-    ],
-}
 # 2 FLOP/s, so that a product's floating-point operations are twice its seconds.
 COSTS = scale_costs.Costs(
     "a GPU", 1e12, 2.0, dict.fromkeys(LOGPROB_METHODS, (1e15, 2e15)), {"NeMo-RL, fused": (1e18, 4e18)}
@@ -123,28 +99,6 @@ def test_costs_of_an_h100_are_those_measured():
     assert costs.without_logits == {"NeMo-RL, fused": pytest.approx(fused, rel=1e-3)}
     assert costs.products == pytest.approx(LINEAR["cases"][0]["products_tflop_s"] * 1e12, rel=1e-3)
     assert costs.gpu == "NVIDIA H100 80GB HBM3, torch 2.11.0+cu130, 2026-11-27"
-
-
-def measured(folder, result):
-    folder.mkdir(exist_ok=True)
-    text = result if isinstance(result, str) else json.dumps(result)
-    (folder / "logprobs-gpu.json").write_text(text)
-    return folder
-
-
-def test_costs_of_an_own_gpu_by_hand(tmp_path):
-    """A product takes 10 ms; 1000 tokens by 2000 columns are two million logits, and by 500 numbers a billion."""
-    costs = scale_costs.read_costs(measured(tmp_path, LOGPROB_RESULT), peak=1e15)
-    assert (costs.gpu, costs.peak, costs.products) == ("a GPU, torch 2.11.0, 2026-11-28", 1e15, 3e14)
-    passes = {"NeMo-RL": (10e6, 2.5e6), "NeMo-RL, in chunks": (15e6, 20e6)} | dict.fromkeys(
-        ("geomask", "geomask_linear"), (0.5e6, 1e6)
-    )
-    assert costs.with_logits == passes
-    assert costs.without_logits == {"NeMo-RL, fused": (20e6, 300e6)}
-    # The whole time of a method is what was measured.
-    head = OutputWork(rows=1000, scored=0, hidden=500, columns=2000)
-    fast = costs._replace(products=4 * 2.0 * 1000 * 500 * 2000 / 40e-3)
-    assert scale_costs.method_seconds("NeMo-RL", head, fast)[0] == pytest.approx(55e-3)
 
 
 def test_seconds_as_measured():
@@ -257,49 +211,6 @@ def test_where_few_tokens_train_the_products_are_what_counts(path):
     found = scale.estimate_scale(filtered)
     assert "top_p" in found["refused"]["geomask_linear"]
     assert found["advised"].startswith("NeMo-RL")
-
-
-def test_own_measurements_are_used(path, tmp_path, capsys):
-    arguments = ["bench", "scale", str(path), "--measured", str(tmp_path)]
-    assert main(arguments) == 2
-    assert "has 0 files logprobs-*.json, but needs exactly one" in capsys.readouterr().err
-    measured(tmp_path, LOGPROB_RESULT)
-    assert main([*arguments, "--peak", "500"]) == 0
-    assert "500 TFLOP/s" in (out := capsys.readouterr().out)
-    assert "as on one a GPU, torch 2.11.0, 2026-11-28" in out
-
-
-def changed(**changes):
-    """The result, in which keys of its case, or of the rows of geomask, are replaced."""
-    result = json.loads(json.dumps(LOGPROB_RESULT))
-    (case,) = result["cases"]
-    for key, value in changes.items():
-        next(part for part in (result, case, case["case"], case["paths"][0]) if key in part)[key] = value
-    return result
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ("[]", "is not what nemo-geomask bench logprobs --out"),
-        ("{", "not valid JSON"),
-        ("[" * 100_000, "mappings and lists are nested more than 100 deep"),
-        (changed(cases=[]), "has no case in which all tokens train"),
-        (changed(entropy=True), "--fractions 1 and --entropy off"),
-        (changed(tp=0), "0 is not a number above 0"),
-        (changed(products_tflop_s=math.nan), "nan is not a number above 0"),
-        (changed(forward_ms={}), "KeyError: 'median'"),
-        (changed(status="absent"), "'geomask' was not measured in .*where NeMo-RL is importable"),
-        (LOGPROBS, "is not what nemo-geomask bench logprobs"),  # from logits
-    ],
-)
-def test_a_file_that_bench_logprobs_did_not_write_is_named(result, message, path, tmp_path, capsys):
-    folder = measured(tmp_path, result)
-    assert main(["bench", "scale", str(path), "--measured", str(folder)]) == 2
-    out, error = capsys.readouterr()
-    assert re.search(message, error)
-    assert str(folder / "logprobs-gpu.json") in error
-    assert (out, error.count("\n"), len(error) < 1000) == ("", 1, True)
 
 
 @pytest.mark.parametrize(
