@@ -41,7 +41,7 @@ def parse_compare(text: str | Iterable[str], base: Mapping[str, Any], lab: LabCo
         base: the recipe's ``loss_fn:``, which every SPEC starts from.
         lab: the ``lab:`` section, with the presets' bounds.
 
-    Raises: ConfigError: a SPEC is empty or listed twice, or its level or preset is unknown.
+    Raises: ConfigError: a SPEC is empty or listed twice, or its level is unknown.
     """
     specs = [spec.strip() for spec in (text.split(",") if isinstance(text, str) else text)]
     if "" in specs:
@@ -64,7 +64,8 @@ def _block_of(spec: str, base: Mapping[str, Any], lab: LabConfig) -> dict[str, A
     elif level is not None:
         block |= {"use_importance_sampling_correction": True, "is_correction_level": level}
     if presets:
-        block["masks"] = [*(block.get("masks") or ()), *(_preset_mask(preset, spec, lab) for preset in presets)]
+        masks = [{"preset": preset, **lab.preset_bounds.get(preset, {})} for preset in presets]
+        block["masks"] = [*(block.get("masks") or ()), *masks]
     return block
 
 
@@ -90,12 +91,3 @@ def _split_level(head: str, spec: str) -> tuple[str, str | None]:
         f"--compare: '{spec}': unknown correction level '{last}'; {hint}levels: {', '.join(_LEVELS)}, {_NONE}. "
         f"The text before it, '{':'.join(name)}', is the loss"
     )
-
-
-def _preset_mask(preset: str, spec: str, lab: LabConfig) -> dict[str, Any]:
-    bounds = lab.preset_bounds
-    if preset not in bounds:
-        guess = nearest(preset, bounds)
-        hint = f"did you mean '{guess}'?" if guess else f"known: {', '.join(sorted(bounds))}"
-        raise ConfigError(f"--compare: '{spec}': unknown mask preset '{preset}'; {hint}")
-    return {"preset": preset, **bounds[preset]}

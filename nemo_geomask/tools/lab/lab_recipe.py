@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from nemo_geomask.config import StrictModel, nearest, parse
 from nemo_geomask.config.plugins import PluginGroup
-from nemo_geomask.config.presets import PUBLISHED_SETTINGS
+from nemo_geomask.config.presets import PRESET_GROUP, PUBLISHED_SETTINGS
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.policy_config import PolicyConfig
 
@@ -211,8 +211,11 @@ class LabConfig(StrictModel):
 
     @property
     def preset_bounds(self) -> dict[str, dict[str, Any]]:
-        """Bounds of every mask preset that a SPEC may name."""
-        merged = {name: {**bounds, **self.presets.get(name, {})} for name, bounds in _PRESET_BOUNDS.items()}
+        """Bounds of mask presets that a SPEC may name; others have none."""
+        merged = {
+            name: {**_PRESET_BOUNDS.get(name, {}), **self.presets.get(name, {})}
+            for name in (*_PRESET_BOUNDS, *self.presets)
+        }
         return {
             name: {key: value for key, value in bounds.items() if value is not None} for name, bounds in merged.items()
         }
@@ -220,9 +223,9 @@ class LabConfig(StrictModel):
     @model_validator(mode="after")
     def _check_presets(self) -> LabConfig:
         for name in self.presets:
-            if name not in _PRESET_BOUNDS:
-                guess = nearest(name, _PRESET_BOUNDS)
-                hint = f"did you mean '{guess}'?" if guess else f"known: {', '.join(_PRESET_BOUNDS)}"
+            if name not in PRESET_GROUP.names():
+                guess = nearest(name, PRESET_GROUP.names())
+                hint = f"did you mean '{guess}'?" if guess else f"known: {', '.join(PRESET_GROUP.names())}"
                 raise ValueError(f"presets: unknown mask preset '{name}'; {hint}")
         return self
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_geomask.errors import DataError
 from nemo_geomask.optional import require
+from nemo_geomask.tools.shared.flat_settings import differing_keys
 
 numpy: Any = require("numpy", "the probe's statistics need", "diagnose")
 
@@ -80,5 +81,5 @@ def differing_settings(
     Args:
         ignored: names that differ between two starts with the same settings.
     """
-    names = sorted((before.keys() | after.keys()) - ignored)
-    return {name: (before.get(name, ""), after.get(name, "")) for name in names if before.get(name) != after.get(name)}
+    names = (name for name in differing_keys(before, after) if name not in ignored)
+    return {name: (before.get(name, ""), after.get(name, "")) for name in names}

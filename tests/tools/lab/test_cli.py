@@ -210,6 +210,7 @@ def test_an_interrupt_keeps_what_was_trained(recipe, tmp_path, monkeypatch, caps
     ("arguments", "message"),
     [
         (["--compare", "gspo:none,gspoo"], "variant 'gspoo': loss_fn.name: no loss named 'gspoo'"),
+        (["--compare", "gspo+geometrik"], "variant 'gspo+geometrik': loss_fn.masks[0].preset: unknown preset; did you mean"),
         (
             ["--compare", "my_losses:X:tokn"],
             "did you mean 'token'? levels: token, turn, turn_mean, sequence, sequence_mean, masks_only, none. The text",

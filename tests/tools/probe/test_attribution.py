@@ -389,15 +389,6 @@ def test_a_value_that_is_the_baselines_where_it_is_resolved_is_not_effective(tmp
     assert verdicts(ledger)["graphs"] == "not effective"
 
 
-def test_a_request_on_both_sides_changes_both(tmp_path):
-    requests = [switch("temperature", side="both", cost="request", field="temperature")]
-    # Each side alone moves its log-probs away from the other's: only together do they meet.
-    made = SyntheticStack(requests={"temperature": ("engine", 0.3)}, base_noise=0.01)
-    ledger = ledger_of(tmp_path, made, requests)
-    assert (ledger.rows[0].verdict, ledger.rows[0].is_confirmed) == ("explains", True)
-    assert set(ledger.rows[0].differences) == {"request.options", "trainer.options"}
-
-
 @pytest.mark.parametrize(
     "damage",
     [lambda text: text.replace('"error": ""', '"error": "x"'), lambda text: text[:100]],
