@@ -125,9 +125,8 @@ def _run_command(argv: Sequence[str]) -> int:
         with escaped_output():
             arguments = _parse(argv)
         command: Command = arguments.command
-        # A script of the user's prints as it likes, and rich draws the lab's progress on a terminal.
-        draws = command.runs_script or (command.name == "lab" and sys.stdout is not None and sys.stdout.isatty())
-        with contextlib.nullcontext() if draws else escaped_output():
+        # A script of the user's prints as it likes.
+        with contextlib.nullcontext() if command.runs_script else escaped_output():
             return _run(command, arguments)
 
 

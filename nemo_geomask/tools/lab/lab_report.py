@@ -14,17 +14,12 @@ from nemo_geomask.tools.lab.run_store import RunCurves, read_curves
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
 from nemo_geomask.tools.shared.json_output import to_json
 from nemo_geomask.tools.shared.palette import LineLook, line_look
+from nemo_geomask.tools.shared.terminal_tables import print_table
 
 Row = dict[str, Any]
 
 
-def report_results(
-    folders: Sequence[Path],
-    out: Path,
-    console: Any,
-    *,
-    baseline: str | None = None,
-) -> None:
+def report_results(folders: Sequence[Path], out: Path, *, baseline: str | None = None) -> None:
     """Print the table of all runs in some folders; write ``summary.json`` and ``lab.png`` to ``out``.
 
     ``baseline`` is the label of the variant that the others are compared with; None: see :func:`default_baseline`.
@@ -38,7 +33,7 @@ def report_results(
     baseline = baseline or default_baseline(curves)
     curves.sort(key=lambda curve: curve.label != baseline)
     summaries = summarize_variants(curves)
-    _print_table(summaries, baseline, console)
+    _print_results(summaries, baseline)
     report = {
         **{key: curves[0].facts[key] for key in ("chance", "sampler", "precision")},
         "baseline": baseline,
@@ -99,18 +94,13 @@ _LINES: tuple[tuple[str, Callable[[Row], str]], ...] = (
 )
 
 
-def _print_table(summaries: Sequence[VariantSummary], baseline: str, console: Any) -> None:
-    as_text = require("rich.text", "the lab needs", "demo").Text  # labels may look like rich's markup
-    table = require("rich.table", "the lab needs", "demo").Table(
-        title=as_text(f"baseline {baseline}; runs of a seed have the same initial weights and prompts")
+def _print_results(summaries: Sequence[VariantSummary], baseline: str) -> None:
+    print_table(
+        f"baseline {baseline}; runs of a seed have the same initial weights and prompts",
+        ("means over seeds", *(summary.label for summary in summaries)),
+        [(name, *(cell(summary.row) for summary in summaries)) for name, cell in _LINES],
     )
-    table.add_column("means over seeds", no_wrap=True)
-    for summary in summaries:
-        label = summary.label.replace(":", "\n:").replace("+", "\n+").replace(" ", "\n")
-        table.add_column(as_text(label), justify="right")
-    for name, cell in _LINES:
-        table.add_row(name, *(cell(summary.row) for summary in summaries))
-    console.print(table)
+    print()
     first = summaries[0].curves[0].facts
     seeds = {seed for summary in summaries for seed in summary.row["seeds"]}
     for line in (
@@ -122,7 +112,7 @@ def _print_table(summaries: Sequence[VariantSummary], baseline: str, console: An
         *(_describe_problems(summary) for summary in summaries),
     ):
         if line:
-            console.print(line, highlight=False, markup=False)
+            print(line)
 
 
 def _describe_problems(summary: VariantSummary) -> str:
@@ -148,7 +138,7 @@ def _steps_with_dropped_sequences(curve: RunCurves) -> int:
     return sum(value > 0 for value in curve.series("geomask/dropped_sequences"))
 
 
-def print_diagnosis(curves: Sequence[RunCurves], out: Path, console: Any) -> None:
+def print_diagnosis(curves: Sequence[RunCurves], out: Path) -> None:
     """Diagnose the first seed of each uncorrected variant that was recorded: print the verdicts, write ``report.html``.
 
     Other variants are diagnosed only if all have a correction, which does not change the mismatch before it. An error
@@ -169,12 +159,12 @@ def print_diagnosis(curves: Sequence[RunCurves], out: Path, console: Any) -> Non
             (run,) = find_runs([Path(curve.facts["loss_fn"]["record"]["dir"])])
             diagnosis = diagnose(survey_run(run))
             diagnosed.append((run.directory, diagnosis))
-            console.print(f"{label}: {diagnosis.headline}", highlight=False, markup=False)
+            print(f"{label}: {diagnosis.headline}")
         path = out / "report.html"
         write_report(path, diagnosed, names=list(recorded))
-        console.print(f"Diagnosis of the records: {path}", highlight=False, markup=False)
+        print(f"Diagnosis of the records: {path}")
     except GeomaskError as error:
-        console.print(f"No diagnosis: {error}", highlight=False, markup=False)
+        print(f"No diagnosis: {error}")
 
 
 _MIN_WINDOW, _WINDOWS_IN_A_RUN = 5, 25

@@ -66,16 +66,15 @@ def train(runs: Sequence[Run], progress: Progress, *, jobs: int = 1) -> bool:
     for run in waiting:
         find_checkpoint(run)  # a damaged one is reported before training starts
     if len(waiting) < len(runs):
-        progress.note(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished already.")
-    with progress:
-        try:
-            if jobs > 1 and len(waiting) > 1:
-                _train_in_parallel(waiting, progress, jobs)
-            elif waiting:
-                _train_in_turn(waiting, progress)
-        except KeyboardInterrupt:
-            progress.note("Interrupted; the same command with the same --out continues from here.")
-            return False
+        print(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished already.", flush=True)
+    try:
+        if jobs > 1 and len(waiting) > 1:
+            _train_in_parallel(waiting, progress, jobs)
+        elif waiting:
+            _train_in_turn(waiting, progress)
+    except KeyboardInterrupt:
+        print("Interrupted; the same command with the same --out continues from here.", flush=True)
+        return False
     return True
 
 
@@ -90,13 +89,13 @@ def _train_until_error(pending: deque[Run], engines: dict[str, Sampler], progres
     """Train the pending runs until all are finished or a step raises an error, which ends the other ranks, too."""
     lab = pending[0].recipe.lab
     if lab.processes > 1:
-        progress.note(f"Starting {lab.processes} processes: tp {lab.tp}, cp {lab.cp}, dp {lab.dp}.")
+        print(f"Starting {lab.processes} processes: tp {lab.tp}, cp {lab.cp}, dp {lab.dp}.", flush=True)
     work, failed = functools.partial(_run_other_rank, tuple(pending)), None
     try:
         with start_ranks(work, tp=lab.tp, cp=lab.cp, dp=lab.dp) as ranks:
             while pending:
                 run = pending.popleft()
-                sampler = _start_engine(run.recipe, engines, progress)
+                sampler = _start_engine(run.recipe, engines)
                 try:
                     for step, reward in _train_steps(run, ranks, sampler):
                         progress.advance(run, step, reward)
@@ -106,17 +105,15 @@ def _train_until_error(pending: deque[Run], engines: dict[str, Sampler], progres
     except Exception as error:  # with several ranks, the error of the rank that failed first
         if failed is None or isinstance(error, RankError):
             raise
-        _store_error(
-            failed, str(error) if isinstance(error, _StepError) else f"{type(error).__name__}: {error}", progress
-        )
+        _store_error(failed, str(error) if isinstance(error, _StepError) else f"{type(error).__name__}: {error}")
 
 
-def _start_engine(recipe: LabRecipe, started: dict[str, Sampler], progress: Progress) -> Sampler:
+def _start_engine(recipe: LabRecipe, started: dict[str, Sampler]) -> Sampler:
     """Return the engine of the run before if it has the same settings, because vLLM takes long to start."""
     settings = repr((recipe.policy.generation, recipe.policy.model, recipe.env, recipe.grpo.async_grpo))
     if settings not in started:
         if recipe.policy.generation.backend == "vllm":
-            progress.note("Starting vLLM.")
+            print("Starting vLLM.", flush=True)
         started.clear()
         started[settings] = build_sampler(recipe)
     return started[settings]
@@ -126,14 +123,13 @@ class _StepError(Exception):
     """Error in a training step; its text names the exception that the step raised."""
 
 
-def _store_error(run: Run, error: str, progress: Progress) -> None:
+def _store_error(run: Run, error: str) -> None:
     """Store a run's error among its facts and print it."""
     curves = RunCurves.read(run.steps_file)
     error = f"step {curves.steps + 1}: {error}"
     write_steps(run, curves.history, {**curves.facts, "error": error})
-    progress.note(
-        f"{run.label}, seed {run.recipe.grpo.seed}, failed in {error} (traceback: {run.folder / _ERROR_FILE})"
-    )
+    place = f"{run.label}, seed {run.recipe.grpo.seed}"
+    print(f"{place}, failed in {error} (traceback: {run.folder / _ERROR_FILE})", flush=True)
 
 
 def _run_other_rank(runs: Sequence[Run], ranks: Ranks) -> None:
@@ -213,7 +209,7 @@ def _train_in_parallel(runs: Sequence[Run], progress: Progress, jobs: int) -> No
             show_steps()
             for future in done:
                 if (error := future.result()) is not None:
-                    _store_error(running[future], error, progress)
+                    _store_error(running[future], error)
         show_steps()
     except BrokenProcessPool:
         raise RankError(

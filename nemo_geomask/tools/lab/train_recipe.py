@@ -49,21 +49,15 @@ def train_recipe(
     path = Path(path)
     folder = out or Path("results", "lab", f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     runs = plan_runs(path, overrides, compare=compare, vary=vary, seeds=seeds, loss_from=loss_from, out=folder)
-    console = _create_console()
     steps = sum(run.recipe.grpo.max_num_steps for run in runs)
-    console.print(
-        f"{len(runs)} runs, {steps} steps, to {folder}. After an interruption, --out {folder} continues there.",
-        highlight=False,
-        markup=False,
-    )
-    complete = train(runs, Progress(console, runs), jobs=choose_jobs(jobs, runs))
+    print(f"{len(runs)} runs, {steps} steps, to {folder}. After an interruption, --out {folder} continues there.")
+    complete = train(runs, Progress(runs), jobs=choose_jobs(jobs, runs))
     if not any(run.steps_file.exists() for run in runs):
-        console.print("No step was completed; nothing to report.")
+        print("No step was completed; nothing to report.")
         return 130
-    report_results([folder], folder, console)
-    print_diagnosis([RunCurves.read(run.steps_file) for run in runs if run.steps_file.exists()], folder, console)
-    for line in (f"Steps, rollouts and summary: {folder}", f"Plot: {folder / 'lab.png'}"):
-        console.print(line, highlight=False, markup=False)
+    report_results([folder], folder)
+    print_diagnosis([RunCurves.read(run.steps_file) for run in runs if run.steps_file.exists()], folder)
+    print(f"Steps, rollouts and summary: {folder}\nPlot: {folder / 'lab.png'}")
     return 130 if not complete else 0 if all(run.finished for run in runs) else 1
 
 
@@ -77,9 +71,9 @@ def report_runs(places: Sequence[str], *, baseline: str | None, out: Path | None
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--out: the folder {out} can't be created: {error.strerror or error}") from None
-    console, folder = _create_console(), out or folders[0]
-    report_results(folders, folder, console, baseline=baseline)
-    console.print(f"Plot: {folder / 'lab.png'}", highlight=False, markup=False)
+    folder = out or folders[0]
+    report_results(folders, folder, baseline=baseline)
+    print(f"Plot: {folder / 'lab.png'}")
     return 0
 
 
@@ -217,11 +211,3 @@ def _recipe_with_loss(path: Path, loss_from: Path | None) -> Iterator[Path]:
         data = {"defaults": str(path.resolve()), "lab": {"compare": []}, "loss_fn": {"_override_": True, **block}}
         file.write_text(require("yaml", "the lab needs", "demo").safe_dump(data), encoding="utf-8")
         yield file
-
-
-def _create_console() -> Any:
-    console = require("rich.console", "the lab needs", "demo").Console()
-    if not console.is_terminal:
-        # Files and pipes have no width, and rich's default width would cut the table.
-        console.width = 110
-    return console

@@ -67,10 +67,10 @@ def print_table(
         return
     table_module, console_module, text_module = modules
     table = table_module.Table(title=title, title_justify="left")
+    # Text is printed as it is. In a str, such as generated tokens, rich would interpret its markup.
     for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index in left_aligned else "right", overflow="fold")
+        table.add_column(text_module.Text(name), justify="left" if index in left_aligned else "right", overflow="fold")
     for row in rows:
-        # Text is printed as it is. In a str, such as generated tokens, rich would interpret its markup.
         table.add_row(*(text_module.Text(format_cell(cell)) for cell in row))
     console_module.Console().print(table)
 

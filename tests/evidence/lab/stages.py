@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.optional import require
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.run_queue import train
@@ -218,9 +217,8 @@ def train_stage(
     missing = [entry for entry in missing if (entry[1], entry[0]) not in stored_keys]
     if not missing:
         return True
-    console = require("rich.console", "the lab needs", "demo").Console()
     runs = [run for *_, run in missing]
-    complete = train(runs, Progress(console, runs), jobs=jobs)
+    complete = train(runs, Progress(runs), jobs=jobs)
     finished = []
     for _, cell, run in missing:
         if not run.steps_file.exists():

@@ -89,7 +89,7 @@ def test_a_damaged_checkpoint_is_named(run, tmp_path, monkeypatch, damage, reaso
 
 @pytest.mark.slow
 def test_states_that_do_not_fit_the_run_are_named_before_a_step(tmp_path, capsys):
-    for module in ("transformers", "pyarrow", "rich", "matplotlib"):
+    for module in ("transformers", "pyarrow", "matplotlib"):
         pytest.importorskip(module, reason="the lab trains (demo extra)")
     from nemo_geomask import build_loss
     from nemo_geomask.tools.lab.run_store import write_steps

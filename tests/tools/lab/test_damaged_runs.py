@@ -9,7 +9,6 @@ import os
 import pytest
 
 pytest.importorskip("matplotlib", reason="the lab draws a plot (demo extra)")
-pytest.importorskip("rich", reason="the lab prints a table (demo extra)")
 pytest.importorskip("pyarrow", reason="runs are Parquet (demo extra)")
 
 import pyarrow

@@ -52,7 +52,7 @@ def wait_for(path, process, seconds):
 
 @pytest.mark.long
 def test_an_interrupt_keeps_what_was_trained(tmp_path):
-    for module in ("transformers", "matplotlib", "rich"):
+    for module in ("transformers", "matplotlib"):
         pytest.importorskip(module, reason="the lab's demo extra")
     yaml = pytest.importorskip("yaml", reason="recipes are YAML (demo extra)")
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY), encoding="utf-8")

@@ -8,9 +8,6 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the lab draws a plot (demo extra)")
 pytest.importorskip("pyarrow", reason="runs are Parquet (demo extra)")
-pytest.importorskip("rich", reason="the lab prints a table (demo extra)")
-
-from rich.console import Console
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.lab_report import report_results
@@ -24,7 +21,7 @@ VETOED = {"corrected": False, "loss_fn": {"batch_veto": {"max": 0.1}}}
 
 
 @pytest.fixture
-def report(tiny, tmp_path):
+def report(tiny, tmp_path, capsys):
     """Write runs of 2 steps, each (label, reward, facts), on the seeds 1 and 2; report on them."""
 
     def build(*variants, seeds=(1, 2), **options):
@@ -33,9 +30,8 @@ def report(tiny, tmp_path):
                 recipe = tiny(grpo={"seed": seed}, policy={"lr": facts.get("lr", 1e-3)})
                 history = [{"reward": reward + seed / 100, "step_seconds": 1.0}] * 2
                 write_steps(Run(label, recipe, tmp_path, position), history, {**FACTS, **facts})
-        console = Console(record=True, width=200)
-        report_results([tmp_path], tmp_path, console, **options)
-        return json.loads((tmp_path / "summary.json").read_text()), console.export_text()
+        report_results([tmp_path], tmp_path, **options)
+        return json.loads((tmp_path / "summary.json").read_text()), capsys.readouterr().out
 
     return build
 
