@@ -62,7 +62,6 @@ def main(script: str) -> int:
         sys.stderr.write(text)
         events("error", type=type(error).__name__, message=str(error), traceback=text)
         return 1
-    events("done")
     return 0
 
 

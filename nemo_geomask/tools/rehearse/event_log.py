@@ -47,8 +47,7 @@ class Events:
         """Write one event.
 
         Args:
-            event_type: ``begin`` or ``end`` of a ``stage``, ``metrics``, ``worker_counts``, ``weights``, ``error`` or
-                ``done``.
+            event_type: ``begin`` or ``end`` of a ``stage``, ``metrics``, ``worker_counts``, ``weights`` or ``error``.
             fields: JSON values.
         """
         line = json.dumps({"at": time.time(), "kind": event_type, **fields}, default=str) + "\n"

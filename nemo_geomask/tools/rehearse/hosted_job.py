@@ -6,11 +6,12 @@ job, which gets the function's arguments. Everything before it is as in a rehear
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
-import threading
+import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from nemo_geomask.tools.check import RecipeFacts
 from nemo_geomask.tools.rehearse.event_log import EVENTS, read_events
 from nemo_geomask.tools.rehearse.plan import Plan, plan
 from nemo_geomask.tools.rehearse.rehearsal import machine_options, nemo_rl_checkout
-from nemo_geomask.tools.rehearse.rehearsed_run import LOG, run_driver
+from nemo_geomask.tools.rehearse.rehearsed_run import LOG, driver
 from nemo_geomask.tools.rehearse.run_outcome import innermost_error, without_colours
 from nemo_geomask.tools.rehearse.setting_changes import Change
 from nemo_geomask.tools.shared.json_output import write_json_file
@@ -46,19 +47,18 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def run_job(
+@contextlib.contextmanager
+def hosted_job(
     recipe: str | Path,
     overrides: Sequence[str],
     function: str,
     file: Path,
     *,
     folder: Path,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any],
     ranks: int = 1,
-    timeout: float = 600.0,
-    every_tick: Callable[[], None] = lambda: None,
-) -> JobOutcome:
-    """Run a job with NeMo-RL's workers for a small version of a recipe.
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start NeMo-RL's driver for a small version of a recipe, with a job in place of training; end it with the block.
 
     Args:
         function: ``module:function`` that is called in place of training, with the arguments of NeMo-RL's training
@@ -76,17 +76,11 @@ def run_job(
     if planned.script != "examples/run_grpo.py" or not (checkout / planned.script).is_file():
         raise ConfigError(f"{planned.script} does not train by GRPO, whose workers the job needs; give a GRPO recipe")
     make_empty(folder)
-    changes = [Change(key, value, was=planned.value(key)) for key, value in (settings or {}).items()]
+    changes = [Change(key, value, was=planned.value(key)) for key, value in settings.items()]
     more = [override for change in changes for override in change.overrides]
-    status = run_driver(
-        *(planned, (*overrides, *planned.overrides, *more), folder),
-        checkout=checkout,
-        timeout=timeout,
-        job=(function, str(file)),
-        every_tick=every_tick,
-    )
-    events = tuple(read_events(folder / EVENTS))
-    return JobOutcome(_error_of(events, status, timeout, folder / LOG), status is None, events)
+    arguments = (*overrides, *planned.overrides, *more)
+    with driver(planned, arguments, folder, checkout=checkout, job=(function, str(file))) as process:
+        yield process
 
 
 def values_in_force(
@@ -125,18 +119,13 @@ def _planned(recipe: str | Path, overrides: Sequence[str], folder: Path, ranks: 
     return plan(facts, folder=folder, options=replace(machine_options(checkout), steps=1, ranks=ranks))
 
 
-def _error_of(events: Sequence[Mapping[str, Any]], status: int | None, timeout: float, log: Path) -> str:
-    """Return the last error, in a line that also names the log; empty if the job ended well."""
-    if status is None:
-        return f"not done after {timeout:.0f} s; the log is {log}"
+def _last_error(events: Sequence[Mapping[str, Any]], status: int) -> str:
+    """Return the last error of a driver that has ended without an answer, in a line."""
     errors = [event for event in events if event["kind"] == "error"]
-    if errors:
-        last = errors[-1]
-        error = innermost_error(without_colours(last["traceback"]), f"{last['type']}: {last['message']}")
-        return f"{error}; the log is {log}"
-    if not any(event["kind"] == "done" for event in events):
-        return f"the driver ended with status {status}, and left no error; the log is {log}"
-    return ""
+    if not errors:
+        return f"the driver ended with status {status}, and left no error"
+    last = errors[-1]
+    return innermost_error(without_colours(last["traceback"]), f"{last['type']}: {last['message']}")
 
 
 class JobSession:
@@ -165,9 +154,8 @@ class JobSession:
         self._settings: Mapping[str, Any] = {}
         self._work = self._jobs = folder
         self._jobs_sent = 0
-        self._thread: threading.Thread | None = None
-        self._is_stopped = threading.Event()
-        self._outcome: JobOutcome | BaseException | None = None
+        self._workers = contextlib.ExitStack()
+        self._process: subprocess.Popen[bytes] | None = None
         self.workers_started = 0
         """Number of times that the workers were started."""
 
@@ -178,7 +166,7 @@ class JobSession:
 
         Args:
             name: name of the workers' folder, if they are started.
-            settings: settings of the workers by dotted key, as for :func:`run_job`.
+            settings: settings of the workers by dotted key, as for :func:`hosted_job`.
             is_fresh: start new workers for it; else those that run with the same settings are used, if there are any.
 
         Returns:
@@ -190,50 +178,34 @@ class JobSession:
         """
         deadline = time.monotonic() + self._timeout
         try:
-            if is_fresh or self._thread is None or not self._thread.is_alive() or settings != self._settings:
+            process = self._process
+            if is_fresh or process is None or process.poll() is not None or settings != self._settings:
                 self.close()
-                self._begin(name, settings)
+                process = self._begin(name, settings)
             self._send(job)
-            return self._wait(Path(job["out"]), deadline)
+            return self._wait(process, Path(job["out"]), deadline)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """End the workers, if any run. Answers are complete by then, so that nothing has to be waited for."""
-        self._is_stopped.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if isinstance(self._outcome, BaseException) and not isinstance(self._outcome, _Stopped):
-            error, self._outcome = self._outcome, None
-            raise error
+        self._process = None
+        self._workers.close()
 
-    def _begin(self, name: str, settings: Mapping[str, Any]) -> None:
+    def _begin(self, name: str, settings: Mapping[str, Any]) -> subprocess.Popen[bytes]:
         self._work, self._jobs = self._folder / name, self._folder / f"{name}.jobs"
         make_empty(self._jobs)
-        self._settings, self._jobs_sent, self._outcome = dict(settings), 0, None
-        self._is_stopped.clear()
+        self._settings, self._jobs_sent = dict(settings), 0
         self.workers_started += 1
-        self._thread = threading.Thread(target=self._run, name=f"workers {name}")
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._outcome = run_job(
-                *(self._recipe, self._overrides, self._function, self._job_file(0)),
-                folder=self._work,
-                settings=self._settings,
-                ranks=self._ranks,
-                timeout=float("inf"),
-                every_tick=self._end_if_stopped,
-            )
-        except BaseException as error:  # raised again in the thread that waits
-            self._outcome = error
-
-    def _end_if_stopped(self) -> None:
-        if self._is_stopped.is_set():
-            raise _Stopped
+        start = hosted_job(
+            *(self._recipe, self._overrides, self._function, self._job_file(0)),
+            folder=self._work,
+            settings=self._settings,
+            ranks=self._ranks,
+        )
+        self._process = self._workers.enter_context(start)
+        return self._process
 
     def _job_file(self, number: int) -> Path:
         return self._jobs / f"{number}.json"
@@ -243,23 +215,17 @@ class JobSession:
         self._jobs_sent += 1
         write_json_file(file, {**job, "more": str(self._job_file(self._jobs_sent))})
 
-    def _wait(self, out: Path, deadline: float) -> JobOutcome:
-        assert self._thread is not None
+    def _wait(self, process: subprocess.Popen[bytes], out: Path, deadline: float) -> JobOutcome:
         while not out.is_file():
-            if not self._thread.is_alive():
-                outcome = self._outcome
-                if isinstance(outcome, JobOutcome) and not out.is_file():
-                    return outcome
+            status = process.poll()
+            is_timeout = status is None and time.monotonic() > deadline
+            if is_timeout or (status is not None and not out.is_file()):
                 self.close()
-            if time.monotonic() > deadline:
-                self.close()
-                return JobOutcome(f"not done after {self._timeout:.0f} s", True, self._events())
+                timeout = f"not done after {self._timeout:.0f} s"
+                error = timeout if status is None else _last_error(self._events(), status)
+                return JobOutcome(f"{error}; the log is {self._work / LOG}", is_timeout, self._events())
             time.sleep(_TICK)
         return JobOutcome("", False, self._events())
 
     def _events(self) -> tuple[Mapping[str, Any], ...]:
         return tuple(read_events(self._work / EVENTS))
-
-
-class _Stopped(Exception):
-    """The workers are to end; raised in the thread that supervises them."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +21,7 @@ from nemo_geomask.tools.rehearse.healthy_limits import healthy_limits, update_li
 from nemo_geomask.tools.rehearse.launch_environment import launch_environment
 from nemo_geomask.tools.rehearse.plan import RECORDS, Plan, PlanOptions, plan
 from nemo_geomask.tools.rehearse.run_outcome import RunResult, outcome_of
-from nemo_geomask.tools.rehearse.supervision import supervised
+from nemo_geomask.tools.rehearse.supervision import supervised, wait_for
 from nemo_geomask.tools.rehearse.tiny_models import write_prompts
 from nemo_geomask.tools.shared.usual_mismatch import precisions
 
@@ -53,37 +55,31 @@ def make_plan(facts: RecipeFacts, folder: Path, settings: RunSettings) -> Plan:
     return planned
 
 
-def run_driver(
+@contextlib.contextmanager
+def driver(
     planned: Plan,
     overrides: Sequence[str],
     folder: Path,
     *,
     checkout: Path,
-    timeout: float,
     accept: Sequence[str] = (),
     first_seed: int | None = None,
     job: tuple[str, str] | None = None,
-    every_tick: Callable[[], None],
-) -> int | None:
-    """Run NeMo-RL's script in a folder; return its exit status, or None if the time limit was reached.
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the process that runs NeMo-RL's script in a folder, and end it with the block.
 
     Args:
         overrides: all of the command line's, with those of the plan.
         first_seed: see :func:`~.event_hooks.patches`.
-        job: function and file of :func:`~.hosted_job.run_job`; None trains.
+        job: function and file of :func:`~.hosted_job.hosted_job`; None trains.
     """
     write_prompts(folder / PROMPTS)
     command = driver_command(planned, checkout, overrides)
     (folder / COMMAND).write_text("\n".join(command), encoding="utf-8")
     with launch_environment(folder, checkout, planned, first_seed=first_seed, job=job) as environment:
-        return supervised(
-            command,
-            log=folder / LOG,
-            timeout=timeout,
-            environment={**environment, **accepted_apis.as_variables(accept)},
-            folder=checkout,
-            every_tick=every_tick,
-        )
+        environment |= accepted_apis.as_variables(accept)
+        with supervised(command, log=folder / LOG, environment=environment, folder=checkout) as process:
+            yield process
 
 
 def driver_command(planned: Plan, checkout: Path, overrides: Sequence[str]) -> list[str]:
@@ -104,14 +100,14 @@ def run_plan(
     events = folder / EVENTS
     started = time.time()
     killed_before = _kernel_kills()
-    status = run_driver(
+    process_of_driver = driver(
         *(planned, (*overrides, *planned.overrides), folder),
         checkout=settings.checkout,
-        timeout=settings.timeout,
         accept=settings.accept,
         first_seed=resumed_steps if options.resume else None,
-        every_tick=lambda: settings.progress(list(read_events(events))),
     )
+    with process_of_driver as process:
+        status = wait_for(process, settings.timeout, lambda: settings.progress(list(read_events(events))))
     outcome = outcome_of(
         read_events(events),
         status=status,

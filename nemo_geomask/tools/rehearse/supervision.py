@@ -1,4 +1,4 @@
-"""Supervision of a process and all its descendants: run with a time limit, and none of them left at the end."""
+"""Supervision of a process and all its descendants: none of them is left at the end."""
 
 from __future__ import annotations
 
@@ -17,43 +17,32 @@ from nemo_geomask.errors import EngineError
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
-_TICK = 0.2  # seconds between looks at the processes
+_TICK = 0.2  # seconds between two ticks
 # Seconds without the end of a killed process after which the others are given up. Killed processes need time to end:
 # on a busy machine, thirty of them with gigabytes each took minutes.
 _KILL_TIMEOUT = 120.0
 
 
+@contextlib.contextmanager
 def supervised(
-    command: Sequence[str],
-    *,
-    log: Path,
-    timeout: float,
-    environment: Mapping[str, str] | None = None,
-    folder: Path | None = None,
-    every_tick: Callable[[], None] = lambda: None,
-) -> int | None:
-    """Run a command with a time limit, and end every process that it started.
+    command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None, folder: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command, and end it with every process that it started when the block ends.
 
-    The processes are ended when the command ends, fails or runs out of time, or when this process receives a signal.
-    Daemons are included: they become children of this process when their own parents end.
+    A signal that ends this process ends them first. Daemons are included: they become children of this process when
+    their own parents end.
 
     Args:
         log: file that gets its output, appended.
-        every_tick: called several times a second.
-
-    Returns:
-        Its exit status; None if the time limit was reached.
 
     Raises:
         EngineError: a process could not be ended.
     """
-    before = descendants(os.getpid())
-    started: set[int] = set()
-    deadline = time.monotonic() + timeout
+    before = descendants_in_other_sessions()
     with _adopting(), signals_as_exceptions():
         try:
             with log.open("ab") as output:
-                child = subprocess.Popen(
+                process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -62,72 +51,66 @@ def supervised(
                     cwd=folder,
                     start_new_session=True,  # Ctrl-C reaches this process alone, and it ends the others
                 )
-            while True:
-                started |= {child.pid, *descendants(child.pid)}
-                every_tick()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    return child.wait(min(_TICK, max(0.0, deadline - time.monotonic())))
-                if time.monotonic() >= deadline:
-                    return None
+            yield process
         finally:
-            end_processes(started, before)
+            end_processes(before)
 
 
-def descendants(pid: int) -> set[int]:
-    """Return the process IDs of all descendants, without zombies."""
-    below: dict[int, list[int]] = {}
+def wait_for(
+    process: subprocess.Popen[bytes], timeout: float, every_tick: Callable[[], None] = lambda: None
+) -> int | None:
+    """Return the exit status of a process; None if the time limit was reached.
+
+    Args:
+        every_tick: called several times a second.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        every_tick()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(_TICK, max(0.0, deadline - time.monotonic())))
+        if time.monotonic() >= deadline:
+            return None
+
+
+def descendants_in_other_sessions() -> set[int]:
+    """Return the IDs of this process's descendants, zombies included, that are in another session than this process.
+
+    What :func:`supervised` starts is in a session of its own, and no process can join another session.
+    """
+    children: dict[int, list[tuple[int, int]]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
             # A process may end while /proc is read.
             with contextlib.suppress(OSError):
-                state, parent = Path("/proc", entry, "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
-                below.setdefault(int(parent), []).extend([int(entry)] if state != "Z" else [])
-    pids: set[int] = set()
-    pending = [pid]
+                fields = Path("/proc", entry, "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+                children.setdefault(int(fields[1]), []).append((int(entry), int(fields[3])))
+    own_session, pids, pending = os.getsid(0), set(), [os.getpid()]
     while pending:
-        children = below.get(pending.pop(), [])
-        pids.update(children)
-        pending.extend(children)
+        for pid, session in children.get(pending.pop(), []):
+            pending.append(pid)
+            if session != own_session:
+                pids.add(pid)
     return pids
 
 
-def end_processes(started: set[int], before: set[int]) -> None:
-    """Kill the processes until none remains: one may start another while it is killed."""
-    deadline, fewest = time.monotonic() + _KILL_TIMEOUT, len(started) + 1
-    while True:
-        # Orphans are children of this process by now; children that it had before are left alone.
-        new = descendants(os.getpid()) - before
-        started |= {child for pid in new & started for child in descendants(pid)}
-        alive = new & started | {pid for pid in new if _is_adopted(pid)}
-        started |= alive
-        if not _reap(started) and not alive:
-            return
-        if len(alive) < fewest:
-            deadline, fewest = time.monotonic() + _KILL_TIMEOUT, len(alive)
+def end_processes(before: set[int]) -> None:
+    """Kill the descendants in other sessions until none remains: one may start another while it is killed.
+
+    Those that this process had before are left alone.
+    """
+    deadline, fewest = 0.0, 0
+    while pids := descendants_in_other_sessions() - before:
+        if not fewest or len(pids) < fewest:
+            deadline, fewest = time.monotonic() + _KILL_TIMEOUT, len(pids)
         if time.monotonic() > deadline:
-            numbers = ", ".join(map(str, sorted(alive or started)))
-            raise EngineError(f"processes {numbers} of the rehearsal could not be ended")
-        for pid in alive:
+            raise EngineError(f"processes {', '.join(map(str, sorted(pids)))} of the rehearsal could not be ended")
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):  # a child's child, so far
+                os.waitpid(pid, os.WNOHANG)
         time.sleep(0.05)
-
-
-def _is_adopted(pid: int) -> bool:
-    """Return True if a process is in another session, and so was not started by this process directly."""
-    try:
-        return os.getsid(pid) != os.getsid(0)
-    except ProcessLookupError:
-        return False
-
-
-def _reap(pids: set[int]) -> bool:
-    """Wait for ended children; return True if one of them is still ending, as a process with many threads may."""
-    is_ending = False
-    for pid in pids:
-        with contextlib.suppress(ChildProcessError):
-            is_ending |= os.waitpid(pid, os.WNOHANG) == (0, 0)
-    return is_ending
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """A job in place of training, and what settings it runs with."""
 
-import json
 import sys
 import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -60,6 +60,24 @@ def test_a_key_is_read_if_the_code_has_it_as_a_string_or_a_field(tmp_path, monke
     assert not hosted_job.reads_key(f"{prefix}vllm_cfg.logprobs_mode")
 
 
+def test_settings_of_a_job_are_in_force_and_a_mapping_replaces_the_one_there(tmp_path, monkeypatch):
+    pytest.importorskip("hydra", reason="overrides are Hydra's")
+    recipe, script = tmp_path / "recipe.yaml", tmp_path / "examples" / "run_grpo.py"
+    recipe.write_text(BASE, encoding="utf-8")
+    script.parent.mkdir()
+    script.touch()
+    starts = []
+    monkeypatch.setattr(hosted_job, "nemo_rl_checkout", lambda: tmp_path)
+    monkeypatch.setattr(hosted_job, "driver", lambda *arguments, **how: starts.append(arguments) or nullcontext())
+    settings = {"policy.precision": "float32", "policy.optimizer.kwargs": {}, "policy.generation.vllm_kwargs": {}}
+    with hosted_job.hosted_job(recipe, [], "m:f", tmp_path / "job", folder=tmp_path / "work", settings=settings):
+        pass
+    ((planned, overrides, folder),) = starts
+    last = ["++policy.precision='float32'", "~policy.optimizer.kwargs", "++policy.optimizer.kwargs={}"]
+    assert overrides == (*planned.overrides, *last, "++policy.generation.vllm_kwargs={}")
+    assert folder == tmp_path / "work"
+
+
 RAY = """ray.exceptions.RayTaskError(AssertionError): \x1b[36mray::Worker.get_logprobs()\x1b[39m (pid=28906)
   File "/there/nemo_rl/models/megatron/data.py", line 1290, in pack
     assert factor % minimum == 0, (
@@ -70,32 +88,11 @@ ERROR = {"kind": "error", "type": "RayTaskError(AssertionError)", "message": RAY
 
 
 @pytest.mark.parametrize(
-    ("events", "status", "error"),
+    ("events", "error"),
     [
-        ([{"kind": "done"}], 0, ""),
-        ([ERROR], 1, "AssertionError: make_sequence_length_divisible_by (1) is not a multiple of "),
-        ([], 3, "the driver ended with status 3, and left no error"),
-        ([], None, "not done after 9 s"),
+        ([ERROR], "AssertionError: make_sequence_length_divisible_by (1) is not a multiple of minimum_pad_factor (4)."),
+        ([], "the driver ended with status 3, and left no error"),
     ],
-    ids=["done", "an error", "none", "a timeout"],
 )
-def test_an_error_of_a_worker_is_one_line_that_names_the_log(tmp_path, monkeypatch, events, status, error):
-    pytest.importorskip("hydra", reason="overrides are Hydra's")
-    folder, recipe, script = tmp_path / "job", tmp_path / "recipe.yaml", tmp_path / "examples" / "run_grpo.py"
-    recipe.write_text(BASE, encoding="utf-8")
-    script.parent.mkdir()
-    script.touch()
-
-    def run(planned, overrides, folder, **how):
-        (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-        return status
-
-    monkeypatch.setattr(hosted_job, "nemo_rl_checkout", lambda: tmp_path)
-    monkeypatch.setattr(hosted_job, "run_driver", run)
-    outcome = hosted_job.run_job(recipe, [], "made_job:run", tmp_path / "job.json", folder=folder, timeout=9.0)
-    assert outcome.error.startswith(error)
-    assert outcome.is_timeout == (status is None)
-    if error:
-        assert outcome.error.splitlines() == [outcome.error]
-        assert outcome.error.endswith(f"; the log is {folder / 'log.txt'}")
-        assert "\x1b" not in outcome.error
+def test_an_error_of_a_worker_is_one_line(events, error):
+    assert hosted_job._last_error(events, 3) == error

@@ -1,5 +1,6 @@
 """Jobs of one session: which of them start workers, and what ends them."""
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -9,41 +10,42 @@ import pytest
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.rehearse import hosted_job
-from nemo_geomask.tools.rehearse.hosted_job import JobOutcome, JobSession
+from nemo_geomask.tools.rehearse.hosted_job import JobSession
 
 
 class Driver:
-    """In place of ``run_job``: answers jobs as a driver would, until it is ended."""
+    """In place of ``hosted_job``: answers jobs as a driver would, whenever somebody looks whether it runs."""
 
     def __init__(self):
         self.starts, self.ended, self.jobs, self.error, self.silent = [], 0, [], None, False
 
-    def __call__(self, recipe, overrides, function, file, *, folder, settings, ranks, timeout, every_tick):
+    @contextlib.contextmanager
+    def __call__(self, recipe, overrides, function, file, *, folder, settings, ranks):
         self.starts.append(dict(settings))
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "events.jsonl").write_text(json.dumps({"kind": "model"}) + "\n")
         if isinstance(self.error, Exception):
             raise self.error
-        if self.error:
-            return JobOutcome(self.error, False, ())
-        next_file = file
+        error = {"kind": "error", "type": "E", "message": "", "traceback": self.error}
+        (folder / "events.jsonl").write_text(json.dumps(error if self.error else {"kind": "model"}) + "\n")
+        self.next_file = file
         try:
-            while True:
-                every_tick()
-                if not self.silent and next_file.is_file():
-                    content = json.loads(next_file.read_text())
-                    self.jobs.append(content["number"])
-                    Path(content["out"]).write_text("{}")
-                    next_file = Path(content["more"])
-                time.sleep(0.01)
+            yield self
         finally:
             self.ended += 1
+
+    def poll(self):
+        if not self.error and not self.silent and self.next_file.is_file():
+            content = json.loads(self.next_file.read_text())
+            self.jobs.append(content["number"])
+            Path(content["out"]).write_text("{}")
+            self.next_file = Path(content["more"])
+        return 1 if self.error else None
 
 
 @pytest.fixture
 def driver(monkeypatch):
     driver = Driver()
-    monkeypatch.setattr(hosted_job, "run_job", driver)
+    monkeypatch.setattr(hosted_job, "hosted_job", driver)
     return driver
 
 
@@ -78,7 +80,8 @@ def test_jobs_share_workers_unless_they_ask_for_fresh_ones_or_have_other_setting
 def test_an_error_of_the_driver_is_the_outcome_and_the_next_job_starts_another(session, driver, tmp_path):
     driver.error = "ValueError: no such engine"
     outcome = ask(session, tmp_path, 0)
-    assert (outcome.error, outcome.is_timeout) == ("ValueError: no such engine", False)
+    assert outcome.error == f"ValueError: no such engine; the log is {tmp_path / 'work' / 'one' / 'log.txt'}"
+    assert not outcome.is_timeout
     driver.error = None
     assert ask(session, tmp_path, 1, is_fresh=False).error == ""
     assert len(driver.starts) == 2

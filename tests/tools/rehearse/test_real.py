@@ -20,7 +20,7 @@ from nemo_geomask.tools.check import RecipeFacts
 from nemo_geomask.tools.rehearse.launch_environment import launch_environment
 from nemo_geomask.tools.rehearse.plan import PlanOptions, plan
 from nemo_geomask.tools.rehearse.rehearsal import rehearse
-from nemo_geomask.tools.rehearse.supervision import descendants, supervised
+from nemo_geomask.tools.rehearse.supervision import descendants_in_other_sessions, supervised, wait_for
 from nemo_geomask.tools.rehearse.tiny_models import write_model, write_prompts
 from tests.tools.rehearse.planted_faults import VARIABLE
 
@@ -58,7 +58,7 @@ def test_nothing_is_left_after_ctrl_c_while_the_workers_run(tmp_path):
     try:
         while not (events.exists() and 'Policy"' in events.read_text(encoding="utf-8")):
             assert process.poll() is None, log.read_text(encoding="utf-8")
-            for pid in descendants(process.pid):
+            for pid in descendants_in_other_sessions():
                 births.setdefault(pid, birth(pid))
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
@@ -114,7 +114,8 @@ def test_a_preflight_of_a_run_with_a_local_checkpoint_lets_it_go_on(tmp_path):
             str(tmp_path / "out"),
         ]
         environment["PYTHONPATH"] = os.pathsep.join([str(RECIPE.parents[2]), environment["PYTHONPATH"]])
-        ended = supervised(command, log=log, timeout=1000, environment=environment, folder=tmp_path)
+        with supervised(command, log=log, environment=environment, folder=tmp_path) as process:
+            ended = wait_for(process, 1000)
     assert ended == 0, log.read_text(encoding="utf-8")
     assert "preflight passed; the run goes on" in (tmp_path / "out" / "report.txt").read_text(encoding="utf-8")
     assert log.read_text(encoding="utf-8").count("= Step ") == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from pathlib import Path
@@ -58,7 +59,8 @@ def runs(checkout, made, monkeypatch):
     """Stands in for the processes: what they are started with, and a run as a driver would have written it down."""
     seen = []
 
-    def supervised(command, *, log, environment, folder, timeout, every_tick):
+    @contextlib.contextmanager
+    def supervised(command, *, log, environment, folder):
         events = Events(log.parent / "events.jsonl")
         events("end", stage="start")
         worker = {"pid": 7, "host": "h", "python": "p", "file": "f"}
@@ -82,24 +84,23 @@ def runs(checkout, made, monkeypatch):
             events("worker_counts", step=step, workers=[{**worker, **counts}])
             if loss == ours and step not in made.lost:
                 write_record(log.parent / "records", step, **made.recorded)
-        every_tick()
         log.write_text("", encoding="utf-8")
-        seen.append((command, environment, timeout, sorted(Path(environment["PYTHONPATH"].split(":")[0]).iterdir())))
-        return 0
+        seen.append((command, environment, sorted(Path(environment["PYTHONPATH"].split(":")[0]).iterdir())))
+        yield
 
     monkeypatch.setattr(rehearsed_run, "supervised", supervised)
+    monkeypatch.setattr(rehearsed_run, "wait_for", lambda process, timeout, every_tick: every_tick() or 0)
     return seen
 
 
 def test_a_run_is_reported(runs, checkout, tmp_path, capsys):
     assert main(["rehearse", "recipe.yaml", "loss_fn.ratio_clip_max=0.4", "--steps", "2", "--json", "found.json"]) == 0
-    ((command, environment, timeout, site),) = runs
+    ((command, environment, site),) = runs
     assert command[1:4] == ["-m", "nemo_geomask.tools.rehearse.driver", str(checkout / "examples" / "run_grpo.py")]
     assert "loss_fn.ratio_clip_max=0.4" in command
     assert "++grpo.max_num_steps=2" in command
     assert environment["NEMO_RL_ROOT"] == str(checkout)
     assert [path.name for path in site] == ["sitecustomize.py"]
-    assert timeout == 600.0
     out, err = capsys.readouterr()
     assert "the loss that trained, by the workers: PolicyLoss(name='clipped_pg'), called 8 times" in out
     assert "rehearse: step 2 of 2: loss 0.5\n" in err
@@ -153,7 +154,7 @@ def test_on_gpus_python_is_started_as_it_is(runs, monkeypatch):
     for name in ("GLOO_SOCKET_IFNAME", "VLLM_CPU_KVCACHE_SPACE"):
         monkeypatch.delenv(name, raising=False)
     assert main(["rehearse", "recipe.yaml", "--steps", "2"]) == 0
-    ((_, environment, _, there),) = runs
+    ((_, environment, there),) = runs
     assert "sitecustomize.py" not in {path.name for path in there}
     assert environment["CUDA_VISIBLE_DEVICES"] == "0"
     assert not {"GLOO_SOCKET_IFNAME", "VLLM_CPU_KVCACHE_SPACE"} & set(environment)
@@ -356,12 +357,12 @@ def test_a_lost_record_fails(runs, made, capsys):
 
 
 def test_ctrl_c_says_where_it_was(runs, monkeypatch, capsys):
-    def interrupted(command, *, log, every_tick, **options):
-        Events(log.parent / "events.jsonl")("begin", stage="sampling", label="generation")
+    def interrupted(process, timeout, every_tick):
+        Events(Path("results/rehearsal/recipe/events.jsonl"))("begin", stage="sampling", label="generation")
         every_tick()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rehearsed_run, "supervised", interrupted)
+    monkeypatch.setattr(rehearsed_run, "wait_for", interrupted)
     assert main(["rehearse", "recipe.yaml"]) == 130
     error = capsys.readouterr().err
     assert "interrupted by Ctrl-C in sampling (generation); nothing is judged." in error

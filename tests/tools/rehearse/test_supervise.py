@@ -14,7 +14,7 @@ import pytest
 
 from nemo_geomask.errors import EngineError
 from nemo_geomask.tools.rehearse import supervision
-from nemo_geomask.tools.rehearse.supervision import descendants, supervised
+from nemo_geomask.tools.rehearse.supervision import supervised, wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,6 +52,11 @@ def tree(path, then):
     return [sys.executable, "-c", TREE + textwrap.dedent(then), str(path)]
 
 
+def run(command, log, *, timeout=60, every_tick=lambda: None):
+    with supervised(command, log=log) as process:
+        return wait_for(process, timeout, every_tick)
+
+
 def alive(path):
     """Of the processes that wrote their numbers down, those that run."""
     noted = [int(line) for line in path.read_text(encoding="utf-8").split()]
@@ -62,13 +67,13 @@ def alive(path):
 @pytest.mark.parametrize(("then", "status"), [("", 0), ("raise SystemExit(3)", 3), ("os.kill(os.getpid(), 9)", -9)])
 def test_after_an_end_of_any_kind(tmp_path, then, status):
     noted = tmp_path / "noted"
-    assert supervised(tree(noted, then), log=tmp_path / "log", timeout=60) == status
+    assert run(tree(noted, then), tmp_path / "log") == status
     assert alive(noted) == []
 
 
 def test_after_the_time_is_over(tmp_path):
     noted = tmp_path / "noted"
-    assert supervised(tree(noted, "time.sleep(600)"), log=tmp_path / "log", timeout=3) is None
+    assert run(tree(noted, "time.sleep(600)"), tmp_path / "log", timeout=3) is None
     assert alive(noted) == []
 
 
@@ -80,11 +85,11 @@ def test_killed_processes_have_time_while_one_after_another_ends(monkeypatch):
     monkeypatch.setattr(supervision, "time", stopped_time)
     monkeypatch.setattr(supervision.os, "kill", lambda pid, number: None)
     looks = iter(left)
-    monkeypatch.setattr(supervision, "descendants", lambda pid: next(looks) if pid == os.getpid() else set())
-    supervision.end_processes({11, 12, 13}, set())
-    monkeypatch.setattr(supervision, "descendants", lambda pid: {11} if pid == os.getpid() else set())
+    monkeypatch.setattr(supervision, "descendants_in_other_sessions", lambda: next(looks))
+    supervision.end_processes(set())
+    monkeypatch.setattr(supervision, "descendants_in_other_sessions", lambda: {11})
     with pytest.raises(EngineError, match="processes 11 of the rehearsal could not be ended"):
-        supervision.end_processes({11, 12, 13}, set())
+        supervision.end_processes(set())
 
 
 def test_after_an_error_while_it_runs(tmp_path):
@@ -95,17 +100,16 @@ def test_after_an_error_while_it_runs(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        supervised(tree(noted, "time.sleep(600)"), log=tmp_path / "log", timeout=60, every_tick=interrupt)
+        run(tree(noted, "time.sleep(600)"), tmp_path / "log", every_tick=interrupt)
     assert alive(noted) == []
 
 
 OUTER = """
 import sys
 from pathlib import Path
-from nemo_geomask.errors import EngineError
-from nemo_geomask.tools.rehearse import supervision
-from nemo_geomask.tools.rehearse.supervision import supervised
-supervised(sys.argv[3:], log=Path(sys.argv[1]), timeout=60)
+from nemo_geomask.tools.rehearse.supervision import supervised, wait_for
+with supervised(sys.argv[3:], log=Path(sys.argv[1])) as process:
+    wait_for(process, 60)
 """
 
 
@@ -134,9 +138,8 @@ def test_after_a_signal(tmp_path, number, status):
 def test_others_children_are_left_alone(tmp_path):
     own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
-        assert supervised([sys.executable, "-c", ""], log=tmp_path / "log", timeout=60) == 0
+        assert run([sys.executable, "-c", ""], tmp_path / "log") == 0
         assert own.poll() is None
-        assert own.pid in descendants(os.getpid())
     finally:
         own.kill()
         own.wait()
@@ -146,6 +149,6 @@ def test_output_is_kept_and_ticks_come(tmp_path):
     ticks = []
     log = tmp_path / "log"
     script = "import sys, time; print('out'); print('err', file=sys.stderr); time.sleep(0.5)"
-    assert supervised([sys.executable, "-c", script], log=log, timeout=60, every_tick=lambda: ticks.append(1)) == 0
+    assert run([sys.executable, "-c", script], log, every_tick=lambda: ticks.append(1)) == 0
     assert {"out", "err"} == set(log.read_text(encoding="utf-8").split())
     assert len(ticks) >= 2
