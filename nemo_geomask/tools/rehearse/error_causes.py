@@ -10,7 +10,7 @@ MEMORY = "this machine's memory"
 
 CAUSES: Sequence[tuple[str, str, str]] = (
     # A pattern that is searched in the error and its tracebacks, the settings that are the likely cause, and what to
-    # do. The first pattern that matches decides.
+    # do. The first pattern that matches decides. A traceback has lines of code, so no pattern is a name that they have.
     (
         r"WorkerError|can't receive the loss|No module named 'nemo_geomask'",
         "PYTHONPATH, or the workers' environments",
@@ -27,49 +27,22 @@ CAUSES: Sequence[tuple[str, str, str]] = (
         "a log-prob at a trained token is NaN or infinite, and nonfinite: raise was chosen",
     ),
     (
-        r"logprob_backend",
-        "loss_fn.logprob_backend",
-        "the error names what the chosen back end can't do here; nemo_rl works everywhere",
-    ),
-    (
-        r"World size .* (insufficient|must be divisible)|model_parallel_size",
-        "cluster.gpus_per_node, cluster.num_nodes, and the sizes of the parallel groups",
-        "TP x CP x PP must divide the number of GPUs",
-    ),
-    (
-        r"train_global_batch_size|global_batch_size|micro_batch_size|batch size",
-        "policy.train_global_batch_size, policy.train_micro_batch_size",
-        "the global batch must be divisible by data-parallel ranks x microbatch, and rollouts by the global batch",
-    ),
-    (
-        r"max_model_len|longer than the maximum model length|max_seq_len|maximum context length",
+        r"longer than the maximum model length|maximum context length",
         "policy.generation.vllm_cfg.max_model_len, policy.max_total_sequence_length",
         "a prompt with its response must fit",
     ),
     (
-        r"flash_attn|FlashAttention",
+        r"No module named 'flash_attn|the package flash_attn",
         "policy.sequence_packing.enabled",
         "packed rows need flash attention, which is not installed here",
     ),
     (r"No module named 'megatron", "policy.megatron_cfg.enabled", "put Megatron-Bridge and Megatron-LM on PYTHONPATH"),
     (r"No module named 'nemo_automodel", "policy.dtensor_cfg._v2", "put Automodel on PYTHONPATH, or set _v2: false"),
     (
-        # shared/import_utils.py:511 of v0.6.0's Automodel, under transformers 5.5 and later.
-        r"check_model_inputs\(\) missing",
-        "policy.dtensor_cfg._v2",
-        "this Automodel needs an earlier transformers: use a later Automodel, or none and _v2: false",
-    ),
-    (
-        r"is not in struct|ConfigAttributeError|ConfigKeyError|ValidationError",
-        "the recipe",
-        "NeMo-RL refuses a key or a value of it; the error names it",
-    ),
-    (
         r"does not recognize this architecture|has no model type|are not supported for now",
         "policy.model_name",
         "transformers or vLLM here doesn't have the architecture",
     ),
-    (r"chat_template", "policy.tokenizer.chat_template", "the tokenizer has no such template"),
     (r"is not registered in ENV_REGISTRY", "data.default.env_name", "the environment is not known to NeMo-RL"),
     (r"KeyError: '(\w+)'", r"\1", "NeMo-RL reads this key, which the recipe does not have"),
     (

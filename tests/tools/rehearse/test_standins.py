@@ -168,8 +168,8 @@ def test_image_processors_are_absent_without_torchvision(tmp_path, is_installed)
         (tmp_path / "torchvision.py").touch()
     code = f"""
 import importlib.util, sys
-from nemo_geomask.tools.rehearse.cpu_shims.import_hook import MissingModules
-print(MissingModules().find_spec("{name}", None) is None)
+from nemo_geomask.tools.rehearse.cpu_shims.import_hook import AbsentModules
+print(AbsentModules().find_spec("{name}", None) is None)
 """
     assert in_a_process(code, path=tmp_path) == [
         str(is_installed or importlib.util.find_spec("torchvision") is not None)

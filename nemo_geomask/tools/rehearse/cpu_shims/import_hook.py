@@ -8,10 +8,8 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from nemo_geomask.tools.rehearse.cpu_shims.mamba_shim import MODULES
 
 _PACKAGE = "nemo_geomask.tools.rehearse.cpu_shims"
 
@@ -78,6 +76,9 @@ ABSENT: Mapping[str, str] = {
     "transformers.models.qwen3_vl.video_processing_qwen3_vl": "torchvision; vllm's qwen3_5.py:82 imports it",
 }
 
+IN_TORCH = ("mamba_ssm", "causal_conv1d")
+"""Packages of CUDA kernels whose functions :mod:`~.mamba_shim` has in plain torch."""
+
 
 class AfterImport(importlib.abc.MetaPathFinder):
     """Import hook that finds a module as Python would, and applies its shim once the module has run.
@@ -133,18 +134,17 @@ class _ShimLoader(importlib.abc.Loader):
         patch.apply_all(getattr(importlib.import_module(shim_module), function)(module))
 
 
-class MissingModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook for modules that can't be installed here and are never called: each attribute is an empty class.
+class AbsentModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Import hook for modules that can't be installed here.
 
-    Args:
-        absent: see :data:`ABSENT`; modules that can be imported stay as they are.
+    Those of :data:`ABSENT` are never called: each attribute is an empty class. Those of :data:`IN_TORCH` are called,
+    and have functions of plain torch. Modules that can be imported stay as they are.
     """
 
-    def __init__(self, absent: Mapping[str, str] = ABSENT) -> None:
-        needed = {name: _ABSENT_WITHOUT.get(name, name) for name in absent}
-        self._absent = tuple(
-            name for name, needs in needed.items() if "." in needs or importlib.util.find_spec(needs) is None
-        )
+    def __init__(self) -> None:
+        needed = {name: _ABSENT_WITHOUT.get(name, name) for name in ABSENT}
+        self._absent = tuple(name for name, needs in needed.items() if "." in needs or not _is_installed(needs))
+        self._in_torch = tuple(name for name in IN_TORCH if not _is_installed(name))
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -154,7 +154,8 @@ class MissingModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             source = Path(next(iter(path or ()), ""), f"{fullname.rpartition('.')[2]}.py")
             if not source.is_file() or needed not in source.read_text(encoding="utf-8"):
                 return None
-        if any(fullname == name or fullname.startswith(f"{name}.") for name in self._absent):
+        is_absent = any(fullname == name or fullname.startswith(f"{name}.") for name in self._absent)
+        if is_absent or (fullname.partition(".")[0] in self._in_torch and fullname in _modules_in_torch()):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
 
@@ -163,31 +164,19 @@ class MissingModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Empty(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Do nothing: the module is empty."""
+        """Set the module's attributes, if it is one of plain torch."""
+        if module.__name__.partition(".")[0] in self._in_torch:
+            vars(module).update(_modules_in_torch()[module.__name__])
 
 
-class SuppliedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook for packages of CUDA kernels whose functions are called; here they are plain torch.
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
 
-    Args:
-        modules: names of modules, each with a function that returns its attributes.
-    """
 
-    def __init__(self, modules: Mapping[str, Callable[[], Mapping[str, object]]] = MODULES) -> None:
-        installed = {name for name in modules if "." not in name and importlib.util.find_spec(name) is not None}
-        self._modules = {name: make for name, make in modules.items() if name.partition(".")[0] not in installed}
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return a spec for a module that is supplied."""
-        if fullname not in self._modules:
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        """Set the module's attributes."""
-        vars(module).update(self._modules[module.__name__]())
+def _modules_in_torch() -> Mapping[str, Mapping[str, object]]:
+    # Imported when one of them is: it imports torch.
+    modules: Mapping[str, Mapping[str, object]] = importlib.import_module(f"{_PACKAGE}.mamba_shim").MODULES
+    return modules
 
 
 class _Nothing:
@@ -212,6 +201,5 @@ class _Empty(types.ModuleType):
 
 def register() -> None:
     """Install the import hooks in this process; call it before any host is imported."""
-    sys.meta_path.insert(0, MissingModules())
-    sys.meta_path.insert(0, SuppliedModules())
+    sys.meta_path.insert(0, AbsentModules())
     sys.meta_path.insert(0, AfterImport())

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-
-def _torch() -> Any:
-    return importlib.import_module("torch")
+import torch
 
 
 def conv(x: Any, weight: Any, bias: Any = None, seq_idx: Any = None, activation: str | None = None) -> Any:
@@ -23,7 +20,6 @@ def conv(x: Any, weight: Any, bias: Any = None, seq_idx: Any = None, activation:
     Returns:
         [B, channels, T].
     """
-    torch = _torch()
     output = torch.zeros_like(x, dtype=torch.float32)
     for back in range(weight.shape[1]):
         if back >= x.shape[2]:
@@ -78,7 +74,6 @@ def chunk_scan(
     Returns:
         [B, T, heads, width].
     """
-    torch = _torch()
     if initial_states is not None or return_final_states:
         raise NotImplementedError(
             "the shim of mamba_ssm neither continues from a state nor returns one: rehearsals only train with it"
@@ -113,7 +108,6 @@ def gated_norm(
     norm_before_gate: bool = True,
 ) -> Any:
     """Apply an RMS norm to groups of channels, gated by silu(z) before or after it, as mamba_ssm's ``rmsnorm_fn``."""
-    torch = _torch()
     gate = 1.0 if z is None else torch.nn.functional.silu(z.float())
     y = x.float() if norm_before_gate else x.float() * gate
     groups = y.unflatten(-1, (-1, group_size or y.shape[-1]))
@@ -155,7 +149,6 @@ def split_conv_scan(
     Returns:
         [B, T, inner], or the layer's outputs.
     """
-    torch = _torch()
     heads = dt_bias.shape[0]
     width = headdim if headdim is not None else D.shape[1]
     inner = heads * width
@@ -185,11 +178,11 @@ def split_conv_scan(
     return y if outproj_weight is None else torch.nn.functional.linear(y, outproj_weight, outproj_bias)
 
 
-def _norm_class() -> Any:
-    torch = _torch()
+class RMSNorm(torch.nn.Module):
+    """Layer of :func:`gated_norm`, as mamba_ssm's ``RMSNorm``."""
 
-    def init(
-        self: Any,
+    def __init__(
+        self,
         hidden_size: int,
         eps: float = 1e-5,
         group_size: int | None = None,
@@ -197,28 +190,26 @@ def _norm_class() -> Any:
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        torch.nn.Module.__init__(self)
+        super().__init__()
         self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
 
-    def forward(self: Any, x: Any, z: Any = None) -> Any:
-        settings = {"eps": self.eps, "group_size": self.group_size, "norm_before_gate": self.norm_before_gate}
-        return gated_norm(x, self.weight, z=z, **settings)
-
-    return type("RMSNorm", (torch.nn.Module,), {"__init__": init, "forward": forward})
+    def forward(self, x: Any, z: Any = None) -> Any:
+        """Return the norm of x, gated by z if there is one."""
+        return gated_norm(x, self.weight, None, z, self.eps, self.group_size, self.norm_before_gate)
 
 
-MODULES: Mapping[str, Callable[[], Mapping[str, Any]]] = {
-    "mamba_ssm": lambda: {"__version__": "2.3.0"},
-    "mamba_ssm.ops": dict,
-    "mamba_ssm.ops.triton": dict,
-    "mamba_ssm.ops.triton.layernorm_gated": lambda: {"RMSNorm": _norm_class(), "rmsnorm_fn": gated_norm},
-    "mamba_ssm.ops.triton.ssd_combined": lambda: {
+MODULES: Mapping[str, Mapping[str, Any]] = {
+    "mamba_ssm": {"__version__": "2.3.0"},
+    "mamba_ssm.ops": {},
+    "mamba_ssm.ops.triton": {},
+    "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": RMSNorm, "rmsnorm_fn": gated_norm},
+    "mamba_ssm.ops.triton.ssd_combined": {
         "mamba_chunk_scan_combined": chunk_scan,
         "mamba_split_conv1d_scan_combined": split_conv_scan,
     },
-    "causal_conv1d": lambda: {"__version__": "1.6.0", "causal_conv1d_fn": conv, "causal_conv1d_update": None},
-    "causal_conv1d.causal_conv1d_varlen": lambda: {"causal_conv1d_varlen_states": None},
+    "causal_conv1d": {"__version__": "1.6.0", "causal_conv1d_fn": conv, "causal_conv1d_update": None},
+    "causal_conv1d.causal_conv1d_varlen": {"causal_conv1d_varlen_states": None},
 }
-"""Modules of both packages, each with a function that returns its attributes."""
+"""Attributes of the modules of both packages."""
