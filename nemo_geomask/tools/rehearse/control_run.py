@@ -13,7 +13,7 @@ from nemo_geomask.errors import GeomaskError
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_FIELDS
 from nemo_geomask.tools.check import RecipeFacts
 from nemo_geomask.tools.diagnose import find_run, read_step
-from nemo_geomask.yaml_text import as_yaml
+from nemo_geomask.tools.rehearse.setting_changes import Change
 
 TOLERANCE = 1e-5
 """Largest relative difference between metrics that count as equal."""
@@ -107,7 +107,7 @@ def control_overrides(facts: RecipeFacts) -> tuple[str, ...]:
     }
     return (
         *(f"~loss_fn.{key}" for key in plugin_keys),
-        *(f"++loss_fn.{key}={as_yaml(value)}" for key, value in written.items()),
+        *(override for key, value in written.items() for override in Change(f"loss_fn.{key}", value).overrides),
     )
 
 

@@ -13,12 +13,12 @@ from nemo_geomask.tools.rehearse.batch_sizes import batch_sizes, learning_rate, 
 from nemo_geomask.tools.rehearse.refusals import model_refusals, recipe_refusals
 from nemo_geomask.tools.rehearse.setting_changes import (
     Change,
-    as_override,
     cpu_changes,
     is_colocated,
     wants_fp8_cache,
 )
 from nemo_geomask.tools.rehearse.tiny_models import TinyModel, tiny_model
+from nemo_geomask.yaml_text import inline_yaml
 
 TEACHER = Path("teacher", "model")
 """Folder of the teacher's weights in a rehearsal of on-policy distillation, in the rehearsal's folder."""
@@ -329,7 +329,7 @@ def _unrehearsed(
         yield "kernels: everything runs on CPUs"
         yield "speed: times on CPUs say nothing about GPUs"
     yield from (
-        f"{change.key}: {as_override(change.was)}, here {as_override(change.value)} ({change.why})"
+        f"{change.key}: {inline_yaml(change.was)}, here {inline_yaml(change.value)} ({change.why})"
         for change in changes
         if change.why not in ("", "ranks") and change.was is not None and change.was != change.value
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_geomask.tools.check import RecipeFacts, trained_sections
 from nemo_geomask.tools.rehearse.refusals import BACKEND
-from nemo_geomask.yaml_text import as_yaml
+from nemo_geomask.yaml_text import inline_yaml
 
 _GENERATION_PRECISION = "policy.generation.vllm_cfg.precision"
 
@@ -34,19 +34,7 @@ class Change:
     def overrides(self) -> tuple[str, ...]:
         """Overrides for NeMo-RL's command line; a mapping is deleted first, which would be merged otherwise."""
         deletion = [f"~{self.key}"] if isinstance(self.value, dict) and self.was is not None else []
-        return (*deletion, f"++{self.key}={as_override(self.value)}")
-
-
-def as_override(value: Any) -> str:
-    """Return a value as Hydra's override grammar writes it."""
-    if value is None or isinstance(value, int | float):
-        return as_yaml(value)
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{as_override(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(as_override, value)) + "]"
-    escaped = str(value).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+        return (*deletion, f"++{self.key}={inline_yaml(self.value)}")
 
 
 _CACHE_DTYPE = "policy.generation.vllm_cfg.kv_cache_dtype"

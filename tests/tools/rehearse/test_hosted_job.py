@@ -73,7 +73,7 @@ def test_settings_of_a_job_are_in_force_and_a_mapping_replaces_the_one_there(tmp
     with hosted_job.hosted_job(recipe, [], "m:f", tmp_path / "job", folder=tmp_path / "work", settings=settings):
         pass
     ((planned, overrides, folder),) = starts
-    last = ["++policy.precision='float32'", "~policy.optimizer.kwargs", "++policy.optimizer.kwargs={}"]
+    last = ["++policy.precision=float32", "~policy.optimizer.kwargs", "++policy.optimizer.kwargs={}"]
     assert overrides == (*planned.overrides, *last, "++policy.generation.vllm_kwargs={}")
     assert folder == tmp_path / "work"
 

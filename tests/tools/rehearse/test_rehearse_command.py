@@ -342,7 +342,7 @@ def test_records_stay_in_the_rehearsals_folders(runs, tmp_path):
     assert main(command) == 0
     out = tmp_path / "results" / "rehearsal" / "recipe"
     for (arguments, *_), folder in zip(runs, (out, out / "resumed"), strict=True):
-        assert f"++loss_fn.record.dir='{folder / 'records'}'" in arguments
+        assert f'++loss_fn.record.dir="{folder / "records"}"' in arguments
         assert "++loss_fn.record.every=1" in arguments
     assert sorted(path.name for path in (out / "records").glob("*.parquet")) == [
         "step-0000001-driver.parquet",

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed.nn.functional
 
 from nemo_geomask.hosts.nemo_rl.patch import Patch, attribute
 
@@ -117,33 +118,13 @@ def packed_attention(
     visible = (query_sequence[:, None] == key_sequence[None, :]) & (behind >= 0)
     if window is not None and window[0] >= 0:
         visible &= behind <= window[0]
-    keys, values = (
-        _all_gather(part, group).repeat_interleave(query.shape[2] // part.shape[2], dim=2) for part in (key, value)
-    )
+    if group.size() > 1:
+        gather: Any = torch.distributed.nn.functional.all_gather  # differentiable
+        key, value = (torch.cat(gather(part.contiguous(), group=group)) for part in (key, value))
+    keys, values = (part.repeat_interleave(query.shape[2] // part.shape[2], dim=2) for part in (key, value))
     scores = torch.einsum("qbhd,kbhd->bhqk", query.float(), keys.float()) * scale
     scores = scores.masked_fill(~visible, -torch.inf)
     if sink is not None:
         scores = torch.cat([scores, sink.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
     probabilities = scores.softmax(dim=-1)[..., : len(key_positions)]
     return torch.einsum("bhqk,kbhd->qbhd", probabilities, values.float()).to(query.dtype)
-
-
-def _all_gather(part: Any, group: Any) -> Any:
-    """Concatenate all ranks' shards in rank order; the gradient of a shard is summed over all ranks."""
-    dist = torch.distributed
-    if group.size() == 1:
-        return part
-
-    def forward(ctx: Any, part: Any) -> Any:
-        parts = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts)
-
-    def backward(ctx: Any, grad: Any) -> Any:
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=group)
-        return grad.chunk(group.size())[group.rank()]
-
-    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    output: Any = type("Gathered", (torch.autograd.Function,), functions)
-    return output.apply(part)
