@@ -53,47 +53,62 @@ def patches(
     """
     timer = importlib.import_module("nemo_rl.utils.timer").Timer
     logger = importlib.import_module("nemo_rl.utils.logger").Logger
-    yield patch.attribute(timer, "start", functools.partial(_log_timer, events, "begin"))
-    yield patch.attribute(timer, "stop", functools.partial(_log_timer, events, "end"))
+    policy = importlib.import_module("nemo_rl.models.policy.lm_policy").Policy
+    sampler = importlib.import_module("nemo_rl.models.generation.vllm").VllmGeneration
+    yield _observe(timer, "start", before=functools.partial(_log_timer, events, "begin"))
+    yield _observe(timer, "stop", before=functools.partial(_log_timer, events, "end"))
     yield patch.attribute(PrestepPass, "__call__", functools.partial(_log_stage, events, "veto", None))
-    yield patch.attribute(logger, "log_metrics", functools.partial(_log_metrics, events, after_step))
-    yield patch.attribute(Recorder, "record", _track_recorder)
-    for module, name, on_success in (
-        ("nemo_rl.models.policy.lm_policy", "Policy", functools.partial(_count_losses, events)),
-        ("nemo_rl.models.generation.vllm", "VllmGeneration", _samplers.add),
-    ):
-        owner = getattr(importlib.import_module(module), name)
+    log_metrics = functools.partial(_log_metrics, events, after_step)
+    begin_metrics = functools.partial(_begin_metrics, events)
+    yield _observe(logger, "log_metrics", before=begin_metrics, after=log_metrics)
+    yield _observe(Recorder, "record", before=lambda recorder, *args, **kwargs: _recorders.add(recorder))
+    for owner, on_success in ((policy, functools.partial(_count_losses, events)), (sampler, _samplers.add)):
         yield patch.attribute(owner, "__init__", functools.partial(_log_stage, events, "workers", on_success))
     yield from _refit_patches(events)
     if first_seed is not None:
-        sampler = importlib.import_module("nemo_rl.models.generation.vllm").VllmGeneration
-        yield patch.attribute(sampler, "generate", functools.partial(_seed_sampler, itertools.count(first_seed)))
+        yield _observe(sampler, "generate", before=functools.partial(_seed_sampler, itertools.count(first_seed)))
     if controller:
         controllers = importlib.import_module("nemo_rl.algorithms.single_controller")
         yield patch.attribute(controllers, "SingleControllerActor", functools.partial(_Controller, events))
 
 
-def _refit_patches(events: Events) -> Iterator[patch.Patch]:
-    algorithms = importlib.import_module("nemo_rl.algorithms.grpo")
-    compare = functools.partial(_compare_after_refit, events)
-    yield patch.function(algorithms, "refit_policy_generation", compare, namespaces=patch.nemo_rl_namespaces())
-    for module, name in _SYNCHRONIZERS:
-        if importlib.util.find_spec(module.rpartition(".")[0]) is not None:
-            synchronizer = getattr(importlib.import_module(module), name)
-            yield patch.attribute(synchronizer, "sync_weights", compare)
+def _observe(owner: Any, name: str, **hooks: Callable[..., None]) -> patch.Patch:
+    return patch.attribute(owner, name, functools.partial(_calling, **hooks))
 
 
-def _compare_after_refit(events: Events, original: Callable[..., Any]) -> Callable[..., Any]:
+def _calling(
+    original: Callable[..., Any],
+    *,
+    before: Callable[..., None] = lambda *args, **kwargs: None,
+    after: Callable[..., None] = lambda *args, **kwargs: None,
+) -> Callable[..., Any]:
+    """Wrap a function so that others are called before and after it, with the same arguments."""
+
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
         result = original(*args, **kwargs)
-        try:
-            _compare_weights(events)
-        except Exception as error:  # the rehearsal goes on, and the report says that nothing was compared
-            events("weights", error=f"{type(error).__name__}: {error}")
+        after(*args, **kwargs)
         return result
 
     return call
+
+
+def _refit_patches(events: Events) -> Iterator[patch.Patch]:
+    algorithms = importlib.import_module("nemo_rl.algorithms.grpo")
+    compare = functools.partial(_compare_after_refit, events)
+    observed = functools.partial(_calling, after=compare)
+    yield patch.function(algorithms, "refit_policy_generation", observed, namespaces=patch.nemo_rl_namespaces())
+    for module, name in _SYNCHRONIZERS:
+        if importlib.util.find_spec(module.rpartition(".")[0]) is not None:
+            yield _observe(getattr(importlib.import_module(module), name), "sync_weights", after=compare)
+
+
+def _compare_after_refit(events: Events, *args: Any, **kwargs: Any) -> None:
+    try:
+        _compare_weights(events)
+    except Exception as error:  # the rehearsal goes on, and the report says that nothing was compared
+        events("weights", error=f"{type(error).__name__}: {error}")
 
 
 def _compare_weights(events: Events) -> None:
@@ -135,11 +150,13 @@ def _compare_weights(events: Events) -> None:
     events("weights", **counts, differences=listed, sent=f"{total:.12g}")
 
 
-def _call_workers(groups: Any, function: Callable[[Any], Any]) -> list[Any]:
-    """Run a function in the process of each worker of policies or samplers."""
+def _call_workers(
+    groups: Any, function: Callable[..., Any], *args: Any, timeout: float | None = _RAY_TIMEOUT
+) -> list[Any]:
+    """Run a function in the process of each worker of policies or samplers; None waits as long as it takes."""
     workers = [worker for group in groups for worker in group.worker_group.workers]
-    calls = [worker.__ray_call__.remote(function) for worker in workers]
-    answers: list[Any] = importlib.import_module("ray").get(calls, timeout=_RAY_TIMEOUT)
+    calls = [worker.__ray_call__.remote(function, *args) for worker in workers]
+    answers: list[Any] = importlib.import_module("ray").get(calls, timeout=timeout)
     return answers
 
 
@@ -162,16 +179,10 @@ def stop_workers() -> list[Any]:
     return list(_policies)
 
 
-def _seed_sampler(seeds: Iterator[int], original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Validation is not repeated where a run resumes: it must not use up the seeds of the steps.
-        seed = _VALIDATION_SEED if _validations else next(seeds)
-        workers = self.worker_group.workers
-        importlib.import_module("ray").get([worker.__ray_call__.remote(worker_counts.seed, seed) for worker in workers])
-        return original(self, *args, **kwargs)
-
-    return call
+def _seed_sampler(seeds: Iterator[int], sampler: Any, *args: Any, **kwargs: Any) -> None:
+    # Validation is not repeated where a run resumes: it must not use up the seeds of the steps.
+    seed = _VALIDATION_SEED if _validations else next(seeds)
+    _call_workers([sampler], worker_counts.seed, seed, timeout=None)
 
 
 class _Controller:
@@ -195,18 +206,13 @@ def _patch_actor(actor: Any, events: Events) -> None:
     patch.apply_all(patches(events))
 
 
-def _log_timer(events: Events, event_type: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(self: Any, label: str, *args: Any, **kwargs: Any) -> Any:
-        stage = stage_of(label)
-        if stage == "val":
-            _validations.append(label) if event_type == "begin" else _validations.clear()
-        if stage is not None:
-            # A timer that is stopped while an exception propagates belongs to the stage that failed.
-            events(event_type, stage=stage, label=label, failed=event_type == "end" and sys.exc_info()[0] is not None)
-        return original(self, label, *args, **kwargs)
-
-    return call
+def _log_timer(events: Events, event_type: str, timer: Any, label: str, *args: Any, **kwargs: Any) -> None:
+    stage = stage_of(label)
+    if stage == "val":
+        _validations.append(label) if event_type == "begin" else _validations.clear()
+    if stage is not None:
+        # A timer that is stopped while an exception propagates belongs to the stage that failed.
+        events(event_type, stage=stage, label=label, failed=event_type == "end" and sys.exc_info()[0] is not None)
 
 
 def _log_stage(
@@ -231,38 +237,34 @@ def _log_stage(
 
 def _count_losses(events: Events, policy: Any) -> None:
     """Make the workers of a policy count the losses that they call, and sum the weights that they send."""
-    workers = policy.worker_group.workers
-    importlib.import_module("ray").get([worker.__ray_call__.remote(worker_counts.count_calls) for worker in workers])
+    _call_workers([policy], worker_counts.count_calls, timeout=None)  # its workers may still load the model
     _policies.add(policy)
     events("worker_counts", step=0, workers=_read_counts())
 
 
-def _track_recorder(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def record(self: Recorder, *args: Any, **kwargs: Any) -> Any:
-        _recorders.add(self)
-        return original(self, *args, **kwargs)
-
-    return record
+def _begin_metrics(events: Events, logger: Any, metrics: Any, step: int, prefix: str = "", **kwargs: Any) -> None:
+    events("begin", stage="metrics", label=prefix)
 
 
-def _log_metrics(events: Events, after_step: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(self: Any, metrics: Any, step: int, prefix: str = "", **kwargs: Any) -> Any:
-        events("begin", stage="metrics", label=prefix)
-        result = original(self, metrics, step, prefix=prefix, **kwargs)
-        events("metrics", step=int(step), prefix=prefix, values=_numeric_metrics(metrics))
-        if prefix == "train" and "loss" in metrics:
-            # The driver and the single controller end without Python's exit handlers: nothing may be left to write.
-            for recorder in list(_recorders):
-                recorder.flush()
-            events("worker_counts", step=int(step), workers=_read_counts())
-        events("end", stage="metrics", label=prefix)
-        if prefix == "train" and "loss" in metrics:
-            after_step()
-        return result
-
-    return call
+def _log_metrics(
+    events: Events,
+    after_step: Callable[[], None],
+    logger: Any,
+    metrics: Any,
+    step: int,
+    prefix: str = "",
+    **kwargs: Any,
+) -> None:
+    events("metrics", step=int(step), prefix=prefix, values=_numeric_metrics(metrics))
+    is_step = prefix == "train" and "loss" in metrics
+    if is_step:
+        # The driver and the single controller end without Python's exit handlers: nothing may be left to write.
+        for recorder in list(_recorders):
+            recorder.flush()
+        events("worker_counts", step=int(step), workers=_read_counts())
+    events("end", stage="metrics", label=prefix)
+    if is_step:
+        after_step()
 
 
 def _numeric_metrics(metrics: Any) -> dict[str, float]:

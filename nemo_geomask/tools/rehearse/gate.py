@@ -135,7 +135,7 @@ def loss_was_called(run: RunResult) -> Iterator[RunFailure]:
             message = f"no loss was called in the workers in step {after['step']}, and {requested} was asked for"
             yield RunFailure("step", message, "loss_fn.name", "another function than NeMo-RL's training step has run")
             return
-    for name in _names(worker_counts[-1]):
+    for name in sorted(run.loss):
         if not _is_requested(name, run.loss_name):
             message = f"the workers called the loss {name}, and {requested} was asked for"
             fix = "start NeMo-RL by `nemo-geomask run`; see Workers in docs/reference/nemo_rl.md"
@@ -149,10 +149,6 @@ def _is_skipped(values: Mapping[str, float]) -> bool:
 
 def _calls(proof: Mapping[str, Any]) -> int:
     return sum(count for worker in proof["workers"] for count in worker["calls"].values())
-
-
-def _names(proof: Mapping[str, Any]) -> list[str]:
-    return sorted({name for worker in proof["workers"] for name in worker["calls"]})
 
 
 def _is_requested(name: str, loss_name: str | None) -> bool:

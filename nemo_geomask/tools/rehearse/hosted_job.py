@@ -119,7 +119,7 @@ def _planned(recipe: str | Path, overrides: Sequence[str], folder: Path, ranks: 
     return plan(facts, folder=folder, options=replace(machine_options(checkout), steps=1, ranks=ranks))
 
 
-def _last_error(events: Sequence[Mapping[str, Any]], status: int) -> str:
+def last_error(events: Sequence[Mapping[str, Any]], status: int) -> str:
     """Return the last error of a driver that has ended without an answer, in a line."""
     errors = [event for event in events if event["kind"] == "error"]
     if not errors:
@@ -222,7 +222,7 @@ class JobSession:
             if is_timeout or (status is not None and not out.is_file()):
                 self.close()
                 timeout = f"not done after {self._timeout:.0f} s"
-                error = timeout if status is None else _last_error(self._events(), status)
+                error = timeout if status is None else last_error(self._events(), status)
                 return JobOutcome(f"{error}; the log is {self._work / LOG}", is_timeout, self._events())
             time.sleep(_TICK)
         return JobOutcome("", False, self._events())

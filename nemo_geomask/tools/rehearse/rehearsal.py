@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import time
@@ -20,7 +21,6 @@ from nemo_geomask.tools.rehearse.refusals import errors_of
 from nemo_geomask.tools.rehearse.rehearsed_run import (
     COMMAND,
     PROMPTS,
-    RunSettings,
     driver_command,
     make_plan,
     run_plan,
@@ -177,29 +177,31 @@ def rehearse(
         control=control,
     )
     forecasts = tuple(finding.message for finding in report.findings if finding.rule.id == _EMPTY_MASK)
-    settings = RunSettings(checkout, options, timeout, tuple(accept), forecasts, progress)
-    planned = make_plan(facts, folder, settings)
+    run = functools.partial(
+        run_plan, checkout=checkout, timeout=timeout, accept=accept, forecasts=forecasts, progress=progress
+    )
+    planned = make_plan(facts, folder, options, checkout)
     command = driver_command(planned, checkout, (*overrides, *planned.overrides))
     result = replace(result, plan=planned, command=tuple(command))
     if dry_run:
         return replace(result, seconds=time.monotonic() - began)
     if folder.exists():
         shutil.rmtree(folder)
-    outcome = run_plan(planned, tuple(overrides), folder, settings)
+    outcome = run(planned, overrides, folder)
     result = replace(result, outcome=outcome)
     if control and (ours_only := settings_of_ours_alone(facts, score_function=has_kl_score_function(checkout))):
         result = replace(result, ours_only=ours_only)
     elif control and outcome.failure is None:
         control_args = (*overrides, *control_overrides(facts))
         control_facts = RecipeFacts.from_recipe(read_recipe(recipe, control_args, leave=leave))
-        control_plan = make_plan(control_facts, folder / "control", settings)
-        control_outcome = run_plan(control_plan, control_args, folder / "control", settings)
+        control_plan = make_plan(control_facts, folder / "control", options, checkout)
+        control_outcome = run(control_plan, control_args, folder / "control")
         result = replace(result, control=control_outcome)
     if resume is not None and outcome.failure is None:
         saved = folder / "checkpoints" / f"step_{steps - 1}"
         if saved.is_dir():
-            resumed_plan = make_plan(resumed_facts, folder / "resumed", settings)
-            resumed = run_plan(resumed_plan, resumed_args, folder / "resumed", settings, saved)
+            resumed_plan = make_plan(resumed_facts, folder / "resumed", options, checkout)
+            resumed = run(resumed_plan, resumed_args, folder / "resumed", saved)
         else:
             missing = f"{saved} is not there: checkpointing: saved or kept no checkpoint of step {steps - 1}"
             resumed = RunResult((), RunFailure("checkpoint", missing), {})

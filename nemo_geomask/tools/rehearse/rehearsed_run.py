@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +33,11 @@ PROMPTS, COMMAND = "prompts.jsonl", "command.txt"
 """Files by which the folder of an earlier rehearsal is recognised."""
 
 
-@dataclass(frozen=True)
-class RunSettings:
-    """Settings that all runs of a rehearsal share."""
-
-    checkout: Path
-    options: PlanOptions
-    timeout: float
-    accept: tuple[str, ...]
-    forecasts: tuple[str, ...]  # as in RunResult
-    progress: Callable[[Sequence[dict[str, object]]], None]
-
-
-def make_plan(facts: RecipeFacts, folder: Path, settings: RunSettings) -> Plan:
+def make_plan(facts: RecipeFacts, folder: Path, options: PlanOptions, checkout: Path) -> Plan:
     """Plan a run; raise ConfigError if the checkout has no script for its algorithm."""
-    planned = plan(facts, folder=folder, options=settings.options)
-    if not (settings.checkout / planned.script).is_file():
-        raise ConfigError(
-            f"the NeMo-RL in {settings.checkout} has no {planned.script}, which this recipe's algorithm needs"
-        )
+    planned = plan(facts, folder=folder, options=options)
+    if not (checkout / planned.script).is_file():
+        raise ConfigError(f"the NeMo-RL in {checkout} has no {planned.script}, which this recipe's algorithm needs")
     return planned
 
 
@@ -89,9 +75,24 @@ def driver_command(planned: Plan, checkout: Path, overrides: Sequence[str]) -> l
 
 
 def run_plan(
-    planned: Plan, overrides: tuple[str, ...], folder: Path, settings: RunSettings, saved: Path | None = None
+    planned: Plan,
+    overrides: Sequence[str],
+    folder: Path,
+    saved: Path | None = None,
+    *,
+    checkout: Path,
+    timeout: float,
+    accept: Sequence[str],
+    forecasts: Sequence[str],
+    progress: Callable[[Sequence[dict[str, object]]], None],
 ) -> RunResult:
-    """Run a plan, resumed from a saved checkpoint if there is one, and return its judged outcome."""
+    """Run a plan, resumed from a saved checkpoint if there is one, and return its judged outcome.
+
+    Args:
+        overrides: the user's; those of the plan come after them.
+        forecasts: as in :class:`~.run_outcome.RunResult`.
+        progress: called with the events so far, several times a second.
+    """
     options = planned.options
     resumed_steps = 0
     if saved is not None:
@@ -102,12 +103,12 @@ def run_plan(
     killed_before = _kernel_kills()
     process_of_driver = driver(
         *(planned, (*overrides, *planned.overrides), folder),
-        checkout=settings.checkout,
-        accept=settings.accept,
+        checkout=checkout,
+        accept=accept,
         first_seed=resumed_steps if options.resume else None,
     )
     with process_of_driver as process:
-        status = wait_for(process, settings.timeout, lambda: settings.progress(list(read_events(events))))
+        status = wait_for(process, timeout, lambda: progress(list(read_events(events))))
     outcome = outcome_of(
         read_events(events),
         status=status,
@@ -120,7 +121,7 @@ def run_plan(
         killed_by_kernel=_kernel_kills() - killed_before,
     )
     steps = range(resumed_steps + 1, options.steps + 1)
-    return _judge(replace(outcome, steps=steps, forecasts=settings.forecasts), planned, folder)
+    return _judge(replace(outcome, steps=steps, forecasts=forecasts), planned, folder)
 
 
 def _judge(run: RunResult, planned: Plan, folder: Path) -> RunResult:

@@ -99,9 +99,6 @@ def _loss_calls(outcome: RunResult) -> Iterator[str]:
         yield "no loss was called in the workers"
     for name, count in outcome.loss.items():
         yield f"the loss that trained, by the workers: {name}, called {count} times"
-    packed = [count for worker in outcome.workers for count in worker.get("packed", ())]
-    if packed:
-        yield f"packed rows: {sum(packed) / len(packed):.1f} sequences a row ({min(packed)} to {max(packed)})"
     yield from _costs(outcome)
     for worker in outcome.workers:
         yield f"  process {worker['pid']} on {worker['host']}, {worker['python']}, nemo_geomask of {worker['file']}"

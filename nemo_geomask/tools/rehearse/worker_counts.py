@@ -19,14 +19,11 @@ import torch
 from nemo_geomask.hosts.nemo_rl import facts, patch
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
 from nemo_geomask.losses import PolicyLoss
-from nemo_geomask.segments import PackedSegments
 from nemo_geomask.tools.rehearse.weight_sums import forget_sent, local_sums, observe_sends, sent_refits
 
 _applied: list[patch.Patch] = []  # in this process
 # Number of calls in this process, by the loss's repr.
 _calls: dict[str, int] = {}
-# Sequences of each packed row that a loss of ours got in this process.
-_packed: list[int] = []
 _losses = [0.0, 0.0]  # sum of the losses that this process computed, and of their absolute values
 LOGPROBS, LOSS = "log-probs", "loss"
 _LOGPROB_MODULE = "nemo_rl.algorithms.loss.utils"
@@ -58,16 +55,15 @@ def read_counts(actor: Any = None) -> dict[str, Any]:
     """Return the counts of this process, and where it runs.
 
     Returns:
-        ``calls``: number by the loss's repr; ``losses``: their sum, and that of their absolute values; ``packed``:
-        sequences of each packed row; ``seconds`` of log-probs and loss, forward and backward; ``bytes``: their peak on
-        a GPU, and that of all; ``refits``: number of times that it sent its weights; ``weights``: see
-        :func:`~.weight_sums.local_sums`; ``file``: path of nemo_geomask; ``pid``, ``python``, ``host``.
+        ``calls``: number by the loss's repr; ``losses``: their sum, and that of their absolute values; ``seconds`` of
+        log-probs and loss, forward and backward; ``bytes``: their peak on a GPU, and that of all; ``refits``: number of
+        times that it sent its weights; ``weights``: see :func:`~.weight_sums.local_sums`; ``file``: path of
+        nemo_geomask; ``pid``, ``python``, ``host``.
     """
     _wait()
     return {
         "calls": dict(_calls),
         "losses": list(_losses),
-        "packed": list(_packed),
         "seconds": dict(_seconds),
         "bytes": dict(_bytes),
         "refits": sent_refits(),
@@ -100,7 +96,7 @@ def _patches(actor: Any) -> Iterator[patch.Patch]:
 
 
 def counted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the call of a loss, so that calls, their sequences and their losses are counted."""
+    """Wrap the call of a loss, so that calls and their losses are counted."""
     call_loss = measured(LOSS, original)
 
     @functools.wraps(original)
@@ -109,8 +105,6 @@ def counted(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(self, PolicyLoss):  # under that name also a subclass, such as the one that keeps log-probs
             name = repr(self).replace(type(self).__name__, PolicyLoss.__name__, 1)
         _calls[name] = _calls.get(name, 0) + 1
-        if len(args) > 2 and isinstance(args[2], PackedSegments):
-            _packed.append(int(args[2].count))
         result = call_loss(self, *args, **kwargs)
         value = float(result[0].detach())
         _losses[:] = _losses[0] + value, _losses[1] + abs(value)

@@ -95,4 +95,4 @@ ERROR = {"kind": "error", "type": "RayTaskError(AssertionError)", "message": RAY
     ],
 )
 def test_an_error_of_a_worker_is_one_line(events, error):
-    assert hosted_job._last_error(events, 3) == error
+    assert hosted_job.last_error(events, 3) == error
