@@ -72,7 +72,8 @@ def print_table(
         table.add_column(text_module.Text(name), justify="left" if index in left_aligned else "right", overflow="fold")
     for row in rows:
         table.add_row(*(text_module.Text(format_cell(cell)) for cell in row))
-    console_module.Console().print(table)
+    # Without styles: the stream of a command shows escape sequences as text.
+    console_module.Console(color_system=None).print(table)
 
 
 def count_with_noun(count: int, noun: str) -> str:

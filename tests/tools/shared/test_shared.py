@@ -40,10 +40,12 @@ def test_a_pipe_gets_plain_text_and_an_empty_table_its_title(capsys):
 def test_rich_draws_on_a_terminal_without_reading_markup(monkeypatch, capsys):
     pytest.importorskip("rich")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    print_table("title", ("", "n"), [("[red]a[/red]", 2)])
+    monkeypatch.setenv("TERM", "xterm-256color")
+    print_table("title", ("", "[/n]"), [("[red]a[/red]", 2)])
     printed = capsys.readouterr().out
     assert "[red]a[/red]" in printed
-    assert "┃" in printed
+    assert "┃ [/n] ┃" in printed
+    assert "\x1b" not in printed  # the stream of a command would show it as text
     monkeypatch.setitem(sys.modules, "rich.table", None)
     print_table("title", ("", "n"), [("a", 2)])
     assert capsys.readouterr().out == "\ntitle\n     n\n  a  2\n"
