@@ -195,9 +195,6 @@ class LabConfig(StrictModel):
     compare: tuple[str, ...] = Field(
         (), description="SPECs, in the form of --compare, of the variants to train if --compare is not set."
     )
-    vary: tuple[str, ...] = Field(
-        (), description="Settings to vary, in the form of --vary, if --vary is not set: `policy.lr=1e-3,2e-3`."
-    )
     presets: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
         description="Bounds of the masks that `+preset` in --compare adds. Each key replaces the built-in value; null "

@@ -34,7 +34,7 @@ _FACT_LIMITS = InputLimits(string_characters=10_000)
 # The largest file of the evidence has 434,160 values in 4 MB, 2.5 MB of which is its footer with the facts.
 _MAX_FILE_BYTES = 2**27
 _MAX_VALUES = 4_000_000
-COMPUTE_KEYS = {"tp", "cp", "dp", "num_threads", "device", "rollouts_every", "compare", "vary", "presets"}
+COMPUTE_KEYS = {"tp", "cp", "dp", "num_threads", "device", "rollouts_every", "compare", "presets"}
 """Keys of ``lab:`` that do not define a run: they determine how runs are computed, planned and stored."""
 
 

@@ -10,7 +10,6 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +92,9 @@ def plan_runs(
     """
     by_settings: dict[tuple[str, int], Run] = {}
     positions: dict[str, int] = {}
-
-    @cache
-    def read(settings: tuple[str, ...]) -> LabRecipe:
+    for combination in itertools.product(*map(parse_vary, vary)):
         with _recipe_with_loss(path, loss_from) as file:
-            return LabRecipe.read(load_recipe(file, [*overrides, *settings], new_keys=True), source=path.name)
-
-    for combination in itertools.product(*map(parse_vary, vary or read(()).lab.vary)):
-        recipe = read(combination)
+            recipe = LabRecipe.read(load_recipe(file, [*overrides, *combination], new_keys=True), source=path.name)
         for spec, loss_fn in _compared_losses(recipe, compare).items():
             has_options = "options" in loss_fn
             applicable = [text for text in combination if has_options or not text.lstrip("+").startswith(_OPTIONS)]
@@ -153,14 +147,14 @@ def parse_vary(text: str) -> list[str]:
         values = list(parsed.sweep_string_iterator())
     except Exception as error:
         raise ConfigError(
-            f"--vary or lab.vary: '{text}': {str(error).splitlines()[0]}; write key=value,value,…, such as "
+            f"--vary: '{text}': {str(error).splitlines()[0]}; write key=value,value,…, such as "
             "loss_fn.reference_policy_kl_type=k1,k2,k3"
         ) from None
     key = parsed.get_key_element()
     section, _, name = key.partition(".")
     if key == "grpo.seed" or (section == "lab" and name.partition(".")[0] in COMPUTE_KEYS):
         fix = "--seeds" if key == "grpo.seed" else "an override, since it does not change what is trained"
-        raise ConfigError(f"--vary or lab.vary: {key} can't be varied; use {fix}")
+        raise ConfigError(f"--vary: {key} can't be varied; use {fix}")
     return [f"{key}={value}" for value in values]
 
 

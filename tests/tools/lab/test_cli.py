@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from nemo_geomask import build_loss
 from nemo_geomask.cli import main
 from nemo_geomask.errors import ConfigError
 
@@ -119,6 +120,17 @@ def test_the_loss_of_a_nemo_rl_recipe(recipe, tmp_path):
         plan_runs(recipe, [], loss_from=other, **flags)
 
 
+@pytest.mark.parametrize("vary", ["loss_fn.options.tau_pos=1.0,2.0", "++loss_fn.options={tau_pos: 1.0},{tau_pos: 2.0}"])
+def test_options_are_of_the_recipes_own_loss_and_others_are_trained_once(recipe, tmp_path, vary):
+    flags = {"compare": "gspo:none,sapo:none", "vary": [vary], "seeds": None, "loss_from": None, "out": tmp_path}
+    runs = plan_runs(recipe, ["loss_fn.name=sapo", "loss_fn.options={tau_pos: 3.0}"], **flags)
+    assert [run.label.partition(" ")[0] for run in runs] == ["gspo:none", "sapo:none", "sapo:none"]
+    assert [run.recipe.loss_fn.get("options") for run in runs] == [None, {"tau_pos": 1.0}, {"tau_pos": 2.0}]
+    assert [run.position for run in runs] == [0, 1, 2]
+    for run in runs:
+        build_loss(run.recipe.loss_fn)
+
+
 def test_what_was_recorded_is_diagnosed(recipe, tmp_path, capsys, monkeypatch):
     for module in ("pyarrow", "plotly", "jinja2"):
         pytest.importorskip(module, reason="records and their report (diagnose extra)")
@@ -220,10 +232,10 @@ def test_an_interrupt_keeps_what_was_trained(recipe, tmp_path, monkeypatch, caps
         (["--seeds", "1..3,2"], "names a seed twice"),
         (
             ["--vary", "policy.lr=1"],
-            "--vary or lab.vary: 'policy.lr=1': it has only one value; write key=value,value,…",
+            "--vary: 'policy.lr=1': it has only one value; write key=value,value,…",
         ),
-        (["--vary", "lab.tp=1,2"], "--vary or lab.vary: lab.tp can't be varied; use an override"),
-        (["--vary", "grpo.seed=1,2"], "--vary or lab.vary: grpo.seed can't be varied; use --seeds"),
+        (["--vary", "lab.tp=1,2"], "--vary: lab.tp can't be varied; use an override"),
+        (["--vary", "grpo.seed=1,2"], "--vary: grpo.seed can't be varied; use --seeds"),
         (["--vary", "policy.lr=1e-3,0.001"], "have the same settings, so their curves would be equal"),
         (["--jobs", "0"], "--jobs: 0 processes can't train"),
         (["--jobs", "2", "lab.tp=2"], "--jobs: 2 runs at a time can't be combined with lab.tp"),
