@@ -119,13 +119,6 @@ class _Search:
             singles += [frozenset({switch.id}) for switch in of_side if runner.is_shown(switch, every) is None]
         return singles
 
-    def _delta(self, side: Side, arm: Arm, other_arm: Arm = NOTHING) -> Any:
-        """Return the mismatch with an arm of one side, and another arm of the other."""
-        return self._runner.delta(arm, other_arm) if side == "engine" else self._runner.delta(other_arm, arm)
-
-    def _has_delta(self, side: Side, arm: Arm, other_arm: Arm) -> bool:
-        return self._runner.has_delta(*((arm, other_arm) if side == "engine" else (other_arm, arm)))
-
     def _gap(self, engine: Arm, trainer: Arm) -> Gap:
         delta = self._runner.delta(engine, trainer)[self._explored]
         return gap(delta, delta * 0.0)
@@ -157,11 +150,11 @@ class _Search:
         other: Side = "trainer" if side == "engine" else "engine"
         # An arm may matter only once the other side is conservative.
         for other_arm in runner.scored_arms(other):
-            if not self._has_delta(side, arm, other_arm) or not self._has_delta(side, NOTHING, other_arm):
-                continue
-            change = self._change(self._delta(side, NOTHING, other_arm), self._delta(side, arm, other_arm))
-            if max(abs(change.low), abs(change.high)) > max(self._floor, NEGLIGIBLE_K3):
-                return True
+            before, after = (_pair(side, each, other_arm) for each in (NOTHING, arm))
+            if runner.has_delta(*before) and runner.has_delta(*after):
+                change = self._change(runner.delta(*before), runner.delta(*after))
+                if max(abs(change.low), abs(change.high)) > max(self._floor, NEGLIGIBLE_K3):
+                    return True
         return False
 
     # Rows
@@ -201,7 +194,7 @@ class _Search:
             if is_shown is None:
                 # It may have been ignored: that it has no effect is not known.
                 return replace(row, verdict="not tried", note=f"{note}; what ran does not show whether it was read")
-        return self._with_change(replace(row, note=note, differences=differences), self._delta(side, arm))
+        return self._with_change(replace(row, note=note, differences=differences), runner.delta(*_pair(side, arm)))
 
     def _request_row(self, row: LedgerRow) -> LedgerRow:
         runner, switch = self._runner, row.switch
@@ -314,12 +307,17 @@ class _Search:
             back = self._back(switch, fresh=True)
             return back is not None and back.low > 0
         else:
-            after = self._delta("engine" if switch.side == "engine" else "trainer", frozenset({switch.id}))
+            after = runner.delta(*_pair(switch.side, frozenset({switch.id})))
         return self._change(runner.delta(NOTHING, NOTHING), after, fresh=True).high < 0
 
 
 def _sides_of(switch: MismatchSwitch) -> tuple[Side, ...]:
     return SIDES if switch.side == "both" else (switch.side,)
+
+
+def _pair(side: str, arm: Arm, other_arm: Arm = NOTHING) -> tuple[Arm, Arm]:
+    """Return an arm of a side, and one of the other side, as arms of the engine and of the trainer."""
+    return (arm, other_arm) if side == "engine" else (other_arm, arm)
 
 
 def _by_share(row: LedgerRow) -> float:
