@@ -57,6 +57,7 @@ $(VENV)/.test: pyproject.toml $(VENV)/.torch
 
 demo: $(VENV)/.demo
 	$(BIN)/nemo-geomask lab recipes/lab/demo.yaml --out results/demo $(ARGS)
+	$(BIN)/nemo-geomask diagnose results/demo --brief --html results/demo/report.html || test $$? = 3  # 3: broken, as int4 is
 
 # Workers as tests/conftest.py says, each with one thread. More than 8 only wait. Bytecode is kept, even if the
 # environment says otherwise: hundreds of processes would compile the same modules.

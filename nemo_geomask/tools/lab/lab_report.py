@@ -1,4 +1,4 @@
-"""Report of ``nemo-geomask lab``: table, notes, ``summary.json``, plot, and the diagnosis of recorded runs."""
+"""Report of ``nemo-geomask lab``: table, notes, ``summary.json`` and plot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.errors import ConfigError, GeomaskError
+from nemo_geomask.errors import ConfigError
 from nemo_geomask.optional import require
 from nemo_geomask.tools.lab.outcome import VariantSummary, group_by_variant, summarize_variants
 from nemo_geomask.tools.lab.run_store import RunCurves, read_curves
@@ -136,35 +136,6 @@ def _describe_problems(summary: VariantSummary) -> str:
 
 def _steps_with_dropped_sequences(curve: RunCurves) -> int:
     return sum(value > 0 for value in curve.series("geomask/dropped_sequences"))
-
-
-def print_diagnosis(curves: Sequence[RunCurves], out: Path) -> None:
-    """Diagnose the first seed of each uncorrected variant that was recorded: print the verdicts, write ``report.html``.
-
-    Other variants are diagnosed only if all have a correction, which does not change the mismatch before it. An error
-    is printed and not raised, because the training is complete and its results do not depend on the diagnosis.
-    """
-    recorded: dict[str, RunCurves] = {}
-    for curve in [curve for curve in curves if curve.is_uncorrected] or curves:
-        if curve.facts.get("loss_fn", {}).get("record"):
-            recorded.setdefault(curve.label, curve)
-    if not recorded:
-        return
-    # Imported here, because the lab needs the diagnose extra only for runs that were recorded.
-    from nemo_geomask.tools.diagnose import diagnose, find_runs, survey_run, write_report
-
-    diagnosed = []
-    try:
-        for label, curve in recorded.items():
-            (run,) = find_runs([Path(curve.facts["loss_fn"]["record"]["dir"])])
-            diagnosis = diagnose(survey_run(run))
-            diagnosed.append((run.directory, diagnosis))
-            print(f"{label}: {diagnosis.headline}")
-        path = out / "report.html"
-        write_report(path, diagnosed, names=list(recorded))
-        print(f"Diagnosis of the records: {path}")
-    except GeomaskError as error:
-        print(f"No diagnosis: {error}")
 
 
 _MIN_WINDOW, _WINDOWS_IN_A_RUN = 5, 25

@@ -18,10 +18,10 @@ from nemo_geomask.optional import require
 from nemo_geomask.recipe import load_recipe
 from nemo_geomask.tools.lab.compare_specs import DEFAULT_LOSS, parse_compare
 from nemo_geomask.tools.lab.lab_recipe import SEEDS, LabRecipe
-from nemo_geomask.tools.lab.lab_report import print_diagnosis, report_results
+from nemo_geomask.tools.lab.lab_report import report_results
 from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.run_queue import train
-from nemo_geomask.tools.lab.run_store import COMPUTE_KEYS, Run, RunCurves
+from nemo_geomask.tools.lab.run_store import COMPUTE_KEYS, Run
 
 _OPTIONS = "loss_fn.options"
 
@@ -55,8 +55,9 @@ def train_recipe(
         print("No step was completed; nothing to report.")
         return 130
     report_results([folder], folder)
-    print_diagnosis([RunCurves.read(run.steps_file) for run in runs if run.steps_file.exists()], folder)
     print(f"Steps, rollouts and summary: {folder}\nPlot: {folder / 'lab.png'}")
+    if any(run.recipe.loss_fn.get("record") for run in runs):
+        print(f"Diagnosis of the records: nemo-geomask diagnose {folder}")
     return 130 if not complete else 0 if all(run.finished for run in runs) else 1
 
 
