@@ -63,6 +63,7 @@ def train_recipe(
 
 def report_runs(places: Sequence[str], *, baseline: str | None, out: Path | None) -> int:
     """Report on all runs in the folders; write the plot and summary to ``out``, or else to the first folder."""
+    require("matplotlib", "the lab needs", "demo")  # before the folders
     if not places:
         raise ConfigError("lab report needs folders of runs: nemo-geomask lab report DIR [DIR …]")
     folders = [Path(place) for place in places]

@@ -179,22 +179,17 @@ def test_without_a_benchmark_three_run_with_their_defaults(monkeypatch):
         ("logprobs --fractions 1.5", "'1.5' is not a fraction above 0 and up to 1"),
         ("logprobs --entropy maybe", "'maybe' is neither off nor on"),
         ("logprobs --dtypes int8", "'int8' is none of bfloat16"),
-        ("logprobs --batch 2,32", "unrecognized arguments: --batch 2,32"),
         ("loss --batch 2,32,4", "'2,32,4' is not two numbers"),
-        ("loss --tokens 5", "unrecognized arguments: --tokens 5"),
         ("step --vocab 50,60", "'50,60' is not a whole number above 0"),
         ("scale", "the following arguments are required: RECIPE.yaml"),
         ("scale r.yaml --fractions 1,0.5", "'1,0.5' is not a number above 0"),
-        ("linear --hidden 4", "invalid choice: 'linear' (choose from scale, step, loss, logprobs)"),
-        ("segments", "invalid choice: 'segments' (choose from scale, step, loss, logprobs)"),
     ],
 )
 def test_a_mistaken_option_is_named_by_the_parser(words, message, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["bench", *words.split()])
     assert caught.value.code == 2
-    printed = capsys.readouterr().err
-    assert message in printed.replace("'scale', 'step', 'loss', 'logprobs'", "scale, step, loss, logprobs")  # by 3.11
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
