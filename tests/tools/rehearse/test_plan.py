@@ -6,6 +6,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe import read_recipe
@@ -34,12 +35,149 @@ def planned(tmp_path):
     return make
 
 
-def test_the_recipes_loss_and_optimiser_stay(planned):
-    _, shrunk = planned()
-    assert shrunk.get("loss_fn.ratio_clip_max") == 4e-4
-    assert shrunk.get("policy.optimizer.kwargs.lr") == 1e-6
-    assert shrunk.get("policy.precision") == "bfloat16"
-    assert shrunk.get("grpo.seed") == 42
+CASES = """
+- gives: {loss_fn.ratio_clip_max: 4.0e-4, policy.optimizer.kwargs.lr: 1.0e-6, policy.precision: bfloat16, grpo.seed: 42}
+# Several optimiser steps a batch stay two.
+- {gives: {policy.train_global_batch_size: 8}, makes: {rollouts: 16}}
+- {with: [policy.train_global_batch_size=1024], gives: {policy.train_global_batch_size: 16}, makes: {rollouts: 16}}
+- {gives: {policy.draft: {enabled: false}}}  # run_grpo.py reads it
+- {with: ["++policy.draft={enabled: false, other: 1}"], gives: {policy.draft.other: 1}}
+- {with: [++cluster.segment_size=2], gives: {cluster.segment_size: null}, says: ["cluster.segment_size: 2, here null"]}
+# What CPUs have not is left out and said, and stays on GPUs.
+- {gives: {policy.sequence_packing.enabled: false}, says: ["policy.sequence_packing.enabled: "]}
+- how: {ranks: 8, gpus: true}
+  gives: {policy.sequence_packing.enabled: true, policy.generation.vllm_cfg.enforce_eager: false}
+  never_says: kernels
+- with: [++policy.generation.vllm_cfg.precision=fp8]
+  gives: {policy.generation.vllm_cfg.precision: bfloat16}
+  says: ["policy.generation.vllm_cfg.precision: fp8, here bfloat16"]
+- with: &kernels
+  - policy.optimizer.name=transformer_engine.pytorch.optimizers.fused_adam.FusedAdam
+  - +policy.optimizer.kwargs.master_weights=true
+  - "++policy.dtensor_cfg.automodel_kwargs.backend={attn: te, linear: te, rms_norm: torch_fp32, dispatcher: deepep}"
+  - "++policy.generation.vllm_kwargs={moe_backend: triton, speculative_config: {model: x}}"
+  - "++data_plane={enabled: true, backend: mooncake_cpu}"
+  gives:
+    policy.optimizer: {name: torch.optim.AdamW, kwargs: {lr: 1.0e-6}}
+    policy.dtensor_cfg.automodel_kwargs.backend: {attn: sdpa, linear: torch, rms_norm: torch_fp32, dispatcher: torch}
+    policy.generation.vllm_kwargs: {moe_backend: auto, speculative_config: null}
+    data_plane.backend: simple
+  says: ["policy.optimizer: ", "policy.generation.vllm_kwargs.moe_backend: ", "data_plane.backend: "]
+- {with: *kernels, how: {gpus: true}, gives: {policy.generation.vllm_kwargs.moe_backend: triton}}
+- with: [policy.dtensor_cfg._v2=true, "++policy.dtensor_cfg.lora_cfg={enabled: true, use_triton: true}"]
+  gives: {policy.dtensor_cfg.lora_cfg.use_triton: false}
+  says: [policy.dtensor_cfg.lora_cfg.use_triton]
+- with: [policy.dtensor_cfg._v2=true, "++policy.dtensor_cfg.lora_cfg={enabled: false, use_triton: true}"]
+  gives: {policy.dtensor_cfg.lora_cfg.use_triton: true}
+- {with: [policy.model_name=openai/gpt-oss-20b]}
+- {with: [policy.model_name=zai-org/GLM-5.1], how: {gpus: true}}  # refused without GPUs
+# Layers with a state cache no prefixes on CPUs.
+- with: [policy.model_name=nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16, ++policy.dtensor_cfg._v2=true]
+  gives: {policy.generation.vllm_cfg.enable_prefix_caching: false}
+- with: [policy.model_name=nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16]
+  how: {gpus: true}
+  gives: {policy.generation.vllm_cfg.enable_prefix_caching: null}
+- {with: [policy.model_name=Qwen/Qwen3-0.6B], gives: {policy.generation.vllm_cfg.enable_prefix_caching: null}}
+# An fp8 cache stays where the processor has kernels for it; NeMo-RL reads its dtype with fp8 weights alone.
+- with: &fp8 [++policy.generation.vllm_cfg.precision=fp8, ++policy.generation.vllm_cfg.kv_cache_dtype=fp8]
+  how: {has_fp8_cache: true}
+  gives:
+    policy.generation.vllm_cfg.precision: fp8
+    policy.generation.vllm_cfg.kv_cache_dtype: fp8
+    policy.generation.vllm_cfg.quantization_ignored_layer_kws: [""]
+  says: ["policy.generation.vllm_cfg.precision: fp8, here for the KV cache"]
+- with: *fp8
+  gives: {policy.generation.vllm_cfg.precision: bfloat16, policy.generation.vllm_cfg.kv_cache_dtype: auto}
+  says: ["policy.generation.vllm_cfg.kv_cache_dtype: fp8, here auto"]
+- with: [++policy.generation.vllm_cfg.precision=fp8]
+  how: {has_fp8_cache: true}
+  gives: {policy.generation.vllm_cfg.precision: bfloat16}
+- with: [++policy.generation.vllm_cfg.kv_cache_dtype=fp8]
+  how: {has_fp8_cache: true}
+  gives: {policy.generation.vllm_cfg.kv_cache_dtype: auto}
+# Megatron without its kernels: it trains in another precision, but samples in the recipe's, which refers to it.
+- with: &megatron [policy.dtensor_cfg.enabled=false, policy.megatron_cfg.enabled=true]
+  how: {ranks: 2}
+  gives:
+    policy.megatron_cfg.tensor_model_parallel_size: 2
+    policy.megatron_cfg.transformer_impl: local
+    policy.precision: float32
+    policy.generation.vllm_cfg.precision: bfloat16
+- {with: *megatron, how: {ranks: 2, gpus: true}, gives: {policy.megatron_cfg.transformer_impl: null}}
+- with: [*megatron, ++policy.megatron_cfg.moe_token_dispatcher_type=flex, ++policy.megatron_cfg.mtp_num_layers=5]
+  gives: {policy.megatron_cfg.moe_token_dispatcher_type: alltoall, policy.megatron_cfg.mtp_num_layers: 0}
+- with: &flex
+  - *megatron
+  - ++policy.megatron_cfg.moe_token_dispatcher_type=flex
+  - ++policy.megatron_cfg.moe_enable_deepep=true
+  - ++policy.megatron_cfg.expert_model_parallel_size=2
+  - policy.megatron_cfg.tensor_model_parallel_size=1
+  how: {gpus: true}
+  gives: {policy.megatron_cfg.moe_token_dispatcher_type: alltoall, policy.megatron_cfg.moe_enable_deepep: false}
+- with: *flex
+  how: {ranks: 2, gpus: true}
+  gives: {policy.megatron_cfg.moe_token_dispatcher_type: flex, policy.megatron_cfg.moe_enable_deepep: true}
+# Engines, beside the trainer or not, and in place of others.
+- {with: *megatron, how: {ranks: 4, gpus: true}, gives: {policy.generation.vllm_cfg.tensor_parallel_size: 4}}
+- with: [*megatron, policy.generation.colocated.enabled=false]
+  how: {ranks: 4, gpus: true}
+  gives: {policy.generation.vllm_cfg.tensor_parallel_size: 1}
+- with: [policy.generation.colocated.enabled=false]
+  how: {ranks: 2}
+  gives: {cluster.gpus_per_node: 3, policy.generation.colocated.resources.gpus_per_node: 1}
+  makes: {gpu_count: 3}
+- with: [policy.generation.backend=trtllm]
+  gives: {policy.generation.backend: vllm}
+  says: ["policy.generation.backend: trtllm, here vllm"]
+- with: [policy.generation.backend=megatron, ++grpo.async_grpo.enabled=true]
+  gives:
+    policy.generation.vllm_cfg.async_engine: true
+    policy.generation.colocated.enabled: false  # beside the trainer, vLLM can't sample asynchronously
+    policy.generation.colocated.resources.gpus_per_node: 1
+    cluster.gpus_per_node: 2
+  makes: {gpu_count: 2}
+  says: ["policy.generation.colocated.enabled: true, here false"]
+# DTensor v2 where its workers have Automodel.
+- {with: [policy.dtensor_cfg._v2=true], makes: {uses_automodel: true}}
+- with: [policy.dtensor_cfg._v2=true]
+  how: {has_automodel: false}
+  gives: {policy.dtensor_cfg._v2: false}
+  makes: {uses_automodel: false}
+  says: ["policy.dtensor_cfg._v2: true, here false (nemo_automodel can be imported neither here nor from"]
+- {makes: {uses_automodel: false}}
+- {with: [*megatron, policy.dtensor_cfg._v2=true], makes: {uses_automodel: false}}
+# The built-in prompts: nothing of the recipe's own data is merged into them.
+- gives: {data.train.dataset_name: ResponseDataset, data.train.output_key: output, env: {nemo_geomask_rehearsal: {}}}
+- {how: {own_environment: true}, gives: {data.train.dataset_name: OpenMathInstruct-2}}
+- with: &penalties [++grpo.invalid_tool_call_advantage=-5.0, "++reward_penalties={invalid_tool_call: true}"]
+  gives: {grpo.invalid_tool_call_advantage: -5.0}
+- with: [++env.should_use_nemo_gym=true, *penalties]
+  gives: {grpo.invalid_tool_call_advantage: null, reward_penalties.invalid_tool_call: false}
+  says: ["grpo.invalid_tool_call_advantage: -5.0, here null"]
+# The checkpoint that is resumed from is kept.
+- with: &keep [++checkpointing.keep_top_k=1, ++checkpointing.ft_keep_latest_k=1]
+  how: {steps: 3, resume: true}
+  gives: {checkpointing.save_period: 2, checkpointing.keep_top_k: 3, checkpointing.ft_keep_latest_k: 3}
+  says: ["checkpointing.keep_top_k: 1, here 3", "checkpointing.ft_keep_latest_k: 1, here 3"]
+- {with: *keep, gives: {checkpointing.keep_top_k: 1}}
+- {how: {resume: true}, gives: {checkpointing.keep_top_k: null}}
+"""
+"""Overrides and options, and what they lead to: settings, parts of the plan, and lines on what is not rehearsed."""
+
+
+def flat(words):
+    return [part for word in words for part in (word if isinstance(word, list) else [word])]
+
+
+@pytest.mark.parametrize("case", yaml.safe_load(CASES))
+def test_what_becomes_of_a_recipe(planned, case):
+    made, shrunk = planned(*flat(case.get("with", [])), **case.get("how", {}))
+    gives, makes = case.get("gives", {}), case.get("makes", {})
+    assert {key: shrunk.get(key) for key in gives} == gives
+    assert {name: getattr(made, name) for name in makes} == makes
+    for start in case.get("says", []):
+        assert any(line.startswith(start) for line in made.unrehearsed), made.unrehearsed
+    assert "never_says" not in case or not any(case["never_says"] in line for line in made.unrehearsed)
 
 
 def test_batches_and_lengths_are_small_and_divide(planned):
@@ -93,83 +231,12 @@ def test_experts_that_v1_cannot_send_need_automodel(planned):
     assert planned("policy.model_name=nvidia/NVIDIA-Nemotron-Nano-12B-v2", has_automodel=False)[0].model.settings
 
 
-def test_several_optimiser_steps_stay_several(planned):
-    assert planned()[1].steps_per_rollout == 2
-    assert planned("policy.train_global_batch_size=1024")[1].steps_per_rollout == 1
-
-
 def test_the_layout_goes_with_the_ranks(planned):
     made, shrunk = planned(ranks=2, gpus=True)
     assert made.full_layout == Layout(tp=2, cp=2, dp=8)
     assert made.layout == layout_of(shrunk) == Layout(tp=2)
     assert shrunk.get("policy.generation.vllm_cfg.tensor_parallel_size") == 1
     assert any("TP 2, CP 1, EP 1, PP 1, DP 1 in place of TP 2, CP 2" in line for line in made.unrehearsed)
-
-
-def test_samplers_on_cards_of_their_own_get_one(planned):
-    made, shrunk = planned("policy.generation.colocated.enabled=false", ranks=2)
-    assert made.gpu_count == shrunk.get("cluster.gpus_per_node") == 3
-    assert shrunk.get("policy.generation.colocated.resources.gpus_per_node") == 1
-
-
-def test_one_node_has_no_segments(planned):
-    made, shrunk = planned("++cluster.segment_size=2")
-    assert shrunk.get("cluster.segment_size") is None
-    assert any(change.key == "cluster.segment_size" and change.was == 2 for change in made.changes)
-
-
-def test_on_cpus_what_they_have_not_is_left_out_and_said(planned):
-    made, shrunk = planned("++policy.generation.vllm_cfg.precision=fp8")
-    assert shrunk.get("policy.sequence_packing.enabled") is False
-    assert shrunk.get("policy.generation.vllm_cfg.precision") == "bfloat16"
-    for key in ("policy.sequence_packing.enabled", "policy.generation.vllm_cfg.precision"):
-        assert any(line.startswith(f"{key}: ") for line in made.unrehearsed)
-
-
-def test_an_fp8_cache_stays_where_the_processor_has_kernels_for_it(planned):
-    section = "policy.generation.vllm_cfg"
-    overrides = (f"++{section}.precision=fp8", f"++{section}.kv_cache_dtype=fp8")
-    made, shrunk = planned(*overrides, has_fp8_cache=True)
-    assert (shrunk.get(f"{section}.precision"), shrunk.get(f"{section}.kv_cache_dtype")) == ("fp8", "fp8")
-    assert shrunk.get(f"{section}.quantization_ignored_layer_kws") == [""]
-    assert any(line.startswith(f"{section}.precision: fp8, here for the KV cache") for line in made.unrehearsed)
-    made, shrunk = planned(*overrides)
-    assert (shrunk.get(f"{section}.precision"), shrunk.get(f"{section}.kv_cache_dtype")) == ("bfloat16", "auto")
-    assert any(line.startswith(f"{section}.kv_cache_dtype: fp8, here auto") for line in made.unrehearsed)
-    # Without a cache of fp8, there is nothing to keep.
-    _, shrunk = planned(overrides[0], has_fp8_cache=True)
-    assert shrunk.get(f"{section}.precision") == "bfloat16"
-    # NeMo-RL reads the dtype of the cache with fp8 weights alone.
-    _, shrunk = planned(overrides[1], has_fp8_cache=True)
-    assert shrunk.get(f"{section}.kv_cache_dtype") == "auto"
-
-
-def test_on_gpus_nothing_is_left_out(planned):
-    made, shrunk = planned(ranks=8, gpus=True)
-    assert shrunk.get("policy.sequence_packing.enabled") is True
-    assert shrunk.get("policy.generation.vllm_cfg.enforce_eager") is False
-    assert not any("kernels" in line for line in made.unrehearsed)
-
-
-def test_megatron_without_its_kernels(planned):
-    own = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true")
-    made, shrunk = planned(*own, ranks=2)
-    assert made.layout.tp == shrunk.get("policy.megatron_cfg.tensor_model_parallel_size") == 2
-    assert shrunk.get("policy.megatron_cfg.transformer_impl") == "local"
-    # Trained in another precision, but sampled in the recipe's, which refers to the trainer's.
-    assert shrunk.get("policy.precision") == "float32"
-    assert shrunk.get("policy.generation.vllm_cfg.precision") == "bfloat16"
-    assert planned(*own, ranks=2, gpus=True)[1].get("policy.megatron_cfg.transformer_impl") is None
-
-
-def test_prompts_and_reward_are_built_in_unless_asked(planned):
-    _, shrunk = planned()
-    assert shrunk.get("data.train.dataset_name") == "ResponseDataset"
-    assert shrunk.get("data.train.env_name") in shrunk.get("env")
-    # Of the recipe's own data, nothing is merged into it.
-    assert shrunk.get("data.train.output_key") == "output"
-    _, own = planned(own_environment=True)
-    assert own.get("data.train.dataset_name") == "OpenMathInstruct-2"
 
 
 def test_only_the_built_in_environment_is_left(planned):
@@ -205,11 +272,6 @@ def test_errors_about_replaced_settings_do_not_count():
     assert own == ["data.train.data_path", "data.training", "env", "grpo.seed"]
 
 
-def test_gpus_run_what_cpus_can_not(planned):
-    assert planned("policy.model_name=zai-org/GLM-5.1", gpus=True)[0].model.model_type == "glm_moe_dsa"
-    assert planned("policy.model_name=openai/gpt-oss-20b")[0].model.model_type == "gpt_oss"
-
-
 def test_one_tiny_teacher_takes_the_place_of_all(planned, tmp_path):
     teachers = "{enabled: true, teacher_model_by_agent_name: {math: Qwen/A, code: Qwen/B}, non_colocated_teachers: "
     sizes = "{tensor_model_parallel_size: 8, num_nodes: 4, gpus_per_node: 8, precision: bf16}"
@@ -240,50 +302,6 @@ def test_another_algorithm_has_nothing_to_rehearse(tmp_path):
         plan(RecipeFacts.from_recipe(read_recipe(path)), folder=tmp_path)
 
 
-def test_kernels_of_cudas_are_replaced_and_said(planned):
-    automodel = "policy.dtensor_cfg.automodel_kwargs.backend"
-    overrides = [
-        "policy.optimizer.name=transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
-        "+policy.optimizer.kwargs.master_weights=true",
-        f"++{automodel}={{attn: te, linear: te, rms_norm: torch_fp32, dispatcher: deepep}}",
-        "++policy.generation.vllm_kwargs={moe_backend: triton, speculative_config: {model: x}}",
-        "++data_plane={enabled: true, backend: mooncake_cpu}",
-    ]
-    made, shrunk = planned(*overrides)
-    assert shrunk.get("policy.optimizer") == {"name": "torch.optim.AdamW", "kwargs": {"lr": 1.0e-6}}
-    backend = {"attn": "sdpa", "linear": "torch", "rms_norm": "torch_fp32", "dispatcher": "torch"}
-    assert shrunk.get(automodel) == backend
-    assert shrunk.get("policy.generation.vllm_kwargs") == {"moe_backend": "auto", "speculative_config": None}
-    assert shrunk.get("data_plane.backend") == "simple"
-    for key in ("policy.optimizer", "policy.generation.vllm_kwargs.moe_backend", "data_plane.backend"):
-        assert any(line.startswith(f"{key}: ") for line in made.unrehearsed)
-    assert planned(*overrides, gpus=True)[1].get("policy.generation.vllm_kwargs.moe_backend") == "triton"
-
-
-def test_flex_dispatch_on_gpus_needs_several_ranks_for_experts(planned):
-    flex = ("++policy.megatron_cfg.moe_token_dispatcher_type=flex", "++policy.megatron_cfg.moe_enable_deepep=true")
-    experts = "++policy.megatron_cfg.expert_model_parallel_size=2"
-    sizes = "policy.megatron_cfg.tensor_model_parallel_size=1"
-    for ranks, dispatcher, deepep in ((1, "alltoall", False), (2, "flex", True)):
-        _, shrunk = planned(*MEGATRON, *flex, experts, sizes, ranks=ranks, gpus=True)
-        assert shrunk.get("policy.megatron_cfg.moe_token_dispatcher_type") == dispatcher
-        assert shrunk.get("policy.megatron_cfg.moe_enable_deepep") == deepep
-
-
-def test_an_engine_beside_the_trainer_has_one_gpu(planned):
-    beside = "policy.generation.colocated.enabled=false"
-    for overrides, size in (((), 4), ((beside,), 1)):
-        _, shrunk = planned(*MEGATRON, *overrides, ranks=4, gpus=True)
-        assert shrunk.get("policy.generation.vllm_cfg.tensor_parallel_size") == size
-
-
-def test_megatron_without_flex_dispatch_and_further_tokens(planned):
-    flex = "++policy.megatron_cfg.moe_token_dispatcher_type=flex"
-    _, shrunk = planned(*MEGATRON, flex, "++policy.megatron_cfg.mtp_num_layers=5")
-    assert shrunk.get("policy.megatron_cfg.moe_token_dispatcher_type") == "alltoall"
-    assert shrunk.get("policy.megatron_cfg.mtp_num_layers") == 0
-
-
 def test_nothing_leaves_the_folder(planned, tmp_path):
     _, shrunk = planned(steps=2)
     assert shrunk.get("logger.log_dir").startswith(str(tmp_path))
@@ -292,90 +310,11 @@ def test_nothing_leaves_the_folder(planned, tmp_path):
     assert shrunk.get("checkpointing.save_period") == shrunk.get("grpo.max_num_steps") == 2
 
 
-def test_what_is_resumed_from_is_kept(planned):
-    one = ("++checkpointing.keep_top_k=1", "++checkpointing.ft_keep_latest_k=1")
-    made, shrunk = planned(*one, steps=3, resume=True)
-    assert shrunk.get("checkpointing.save_period") == 2
-    for key in ("checkpointing.keep_top_k", "checkpointing.ft_keep_latest_k"):
-        assert shrunk.get(key) == 3
-        assert any(line.startswith(f"{key}: 1, here 3") for line in made.unrehearsed)
-    assert planned(*one)[1].get("checkpointing.keep_top_k") == 1
-    assert all("keep" not in change.key for change in planned(resume=True)[0].changes)
-
-
 def test_a_folder_with_a_quote_in_its_name(tmp_path):
     change = Change("logger.log_dir", str(tmp_path / "it's {new}, a=b"))
     path = tmp_path / "recipe.yaml"
     path.write_text("logger: {log_dir: x}", encoding="utf-8")
     assert read_recipe(path, change.overrides).data["logger"]["log_dir"] == change.value
-
-
-def test_adapters_of_triton_kernels_run_in_torch(planned):
-    lora = "policy.dtensor_cfg.lora_cfg"
-    v2 = "policy.dtensor_cfg._v2=true"
-    made, shrunk = planned(v2, f"++{lora}={{enabled: true, use_triton: true}}")
-    assert shrunk.get(f"{lora}.use_triton") is False
-    assert any(f"{lora}.use_triton" in line for line in made.unrehearsed)
-    _, off = planned(v2, f"++{lora}={{enabled: false, use_triton: true}}")
-    assert off.get(f"{lora}.use_triton") is True
-
-
-@pytest.mark.parametrize(
-    ("overrides", "automodel", "takes"),
-    [
-        (["policy.dtensor_cfg._v2=true"], True, True),
-        (["policy.dtensor_cfg._v2=true"], False, False),
-        ([], True, False),
-        (
-            ["policy.dtensor_cfg._v2=true", "policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"],
-            True,
-            False,
-        ),
-    ],
-)
-def test_dtensor_v2_where_its_workers_have_automodel(planned, overrides, automodel, takes):
-    made, shrunk = planned(*overrides, has_automodel=automodel)
-    assert made.uses_automodel == takes
-    if overrides and not automodel:
-        assert not shrunk.is_true("policy.dtensor_cfg._v2")
-        assert any("3rdparty" in words for words in made.unrehearsed)
-
-
-def test_vllm_takes_the_place_of_a_sampler_for_gpus_and_the_report_says_so(planned):
-    made, shrunk = planned("policy.generation.backend=trtllm")
-    assert shrunk.get("policy.generation.backend") == "vllm"
-    assert any("policy.generation.backend: trtllm, here vllm" in line for line in made.unrehearsed)
-    made, shrunk = planned("policy.generation.backend=megatron", "++grpo.async_grpo.enabled=true")
-    # Megatron samples asynchronously beside the trainer; vLLM needs a GPU of its own.
-    assert shrunk.get("policy.generation.vllm_cfg.async_engine") is True
-    assert shrunk.get("policy.generation.colocated.enabled") is False
-    assert shrunk.get("policy.generation.colocated.resources.gpus_per_node") == 1
-    assert made.gpu_count == made.layout.ranks + 1 == shrunk.get("cluster.gpus_per_node")
-    assert any(line.startswith("policy.generation.colocated.enabled: true, here false") for line in made.unrehearsed)
-
-
-def test_a_draft_that_only_the_script_for_nemo_gym_does_without(planned):
-    assert planned()[1].get("policy.draft") == {"enabled": False}
-    assert planned("++policy.draft={enabled: false, other: 1}")[1].get("policy.draft.other") == 1
-
-
-def test_penalties_that_nemo_rl_refuses_without_nemo_gym_are_left_out(planned):
-    penalties = ["++grpo.invalid_tool_call_advantage=-5.0", "++reward_penalties={invalid_tool_call: true}"]
-    made, shrunk = planned("++env.should_use_nemo_gym=true", *penalties)
-    assert shrunk.get("grpo.invalid_tool_call_advantage") is None
-    assert shrunk.get("reward_penalties.invalid_tool_call") is False
-    assert any(line.startswith("grpo.invalid_tool_call_advantage: -5.0, here null") for line in made.unrehearsed)
-    assert planned(*penalties)[1].get("grpo.invalid_tool_call_advantage") == -5.0
-
-
-@pytest.mark.parametrize(
-    ("model", "caching"), [("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", False), ("Qwen/Qwen3-0.6B", None)]
-)
-def test_recurrent_layers_cache_no_prefixes_on_cpus(planned, model, caching):
-    _, shrunk = planned(f"policy.model_name={model}", "++policy.dtensor_cfg._v2=true")
-    assert shrunk.get("policy.generation.vllm_cfg.enable_prefix_caching") is caching
-    _, shrunk = planned(f"policy.model_name={model}", gpus=True)
-    assert shrunk.get("policy.generation.vllm_cfg.enable_prefix_caching") is None
 
 
 @pytest.mark.parametrize(
