@@ -77,12 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
     if options.preflight is None and not options.preflight_only:
         launch(arguments.script, arguments.arguments, accept=arguments.accept)
         return 0
-    from nemo_geomask.tools.bench.scale import predicted_cost
     from nemo_geomask.tools.rehearse.preflight import Preflight
 
     preflight = Preflight(
         script_arguments,
-        predicted=predicted_cost,
         steps=options.preflight or 2,
         always_stops=options.preflight_only,
         prompts=options.prompts,

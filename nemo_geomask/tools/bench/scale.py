@@ -221,22 +221,6 @@ def format_estimate(estimate: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "Assumed:", *(f"- {line}" for line in estimate["assumptions"]), ""])
 
 
-def predicted_cost(recipe: Recipe) -> str:
-    """Return what is estimated of a recipe's own method and number of GPUs, in a line; or why there is no estimate."""
-    try:
-        estimate = estimate_scale(recipe, gpus=())
-    except ConfigError as error:
-        return f"bench scale has no estimate: {error}"
-    if not estimate["steps"]:
-        return "bench scale has no estimate: the layout does not divide the recipe's GPUs"
-    method, step = estimate["now"], estimate["steps"][0]
-    return (
-        f"bench scale predicted, on {H100.gpu.partition(',')[0]}: {step['loss_s'][method]:.2g} s of "
-        f"{step['model_s'] + step['loss_s'][method]:.3g} s of an optimiser step for the output layer, log-probs and "
-        f"scoring, and {estimate['memory_bytes'][method] / 1e9:.2g} GB ({method})"
-    )
-
-
 def run(options: Namespace) -> int:
     """Print the estimate that the options of ``bench scale`` ask for, and write it into ``options.out``."""
     recipe = read_recipe(find_recipe(options.recipe), options.overrides, leave=("data", "env", "logger"))

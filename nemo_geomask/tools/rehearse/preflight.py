@@ -11,7 +11,7 @@ import argparse
 import importlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from nemo_geomask.errors import ConfigError, GeomaskError, Problem
 from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.hosts.nemo_rl.training_step import stop_recording
-from nemo_geomask.recipe import Recipe, read_recipe
+from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.check import RecipeFacts
 from nemo_geomask.tools.diagnose import find_run, survey_run
 from nemo_geomask.tools.rehearse import event_hooks
@@ -46,7 +46,6 @@ class Preflight:
         always_stops: stop the run after the verdict, whatever it is.
         prompts: file of prompts, a JSON object with ``input`` and ``output`` a line; None: the recipe's.
         folder: folder for events, records and the report; what it holds is deleted.
-        predicted: what to print beside the measured cost of log-probs and loss.
 
     Raises: ConfigError: the script's arguments name no recipe, the recipe can't be read, or its run can't be judged.
     """
@@ -59,15 +58,13 @@ class Preflight:
         always_stops: bool,
         prompts: Path | None = None,
         folder: Path,
-        predicted: Callable[[Recipe], str] = lambda recipe: "",
     ) -> None:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--config")
         options, overrides = parser.parse_known_args(list(arguments))
         if options.config is None:
             raise ConfigError("--preflight reads the recipe: give the script its --config")
-        recipe = read_recipe(options.config, overrides)
-        self._facts, self._predicted = RecipeFacts.from_recipe(recipe), predicted(recipe)
+        self._facts = RecipeFacts.from_recipe(read_recipe(options.config, overrides))
         if self._facts.trains_nemo_rl_loss or self._facts.uses_single_controller:
             message = (
                 "--preflight judges records of a loss of nemo_geomask in GRPO or PPO without the single controller"
@@ -123,7 +120,7 @@ class Preflight:
         self._detach()
         outcome = self._judge(events, sorted(steps))
         lines = [f"preflight of {len(steps)} steps", *run_lines(outcome), "", *verdict_lines(outcome)]
-        lines += [*filter(None, [self._predicted]), *self._worst_tokens()]
+        lines += self._worst_tokens()
         is_healthy = outcome.failure is None
         ends = "stopped" if self._always_stops or not is_healthy else "the run goes on, and nothing of it is left in it"
         lines += ["", f"preflight {'passed' if is_healthy else 'FAILED'}; {ends}. Records are in {self._records}"]

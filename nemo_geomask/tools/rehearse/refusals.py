@@ -11,8 +11,7 @@ from nemo_geomask.tools.check import Finding, RecipeFacts, Report
 BACKEND = "policy.generation.backend"
 """Key of the library that samples; a rehearsal observes vLLM alone."""
 
-_WITHOUT_ACCURACY_CHECK = "NRL_IGNORE_TP_ACCURACY_CHECK"
-_REFUSALS_OF_VARIABLES: Mapping[str, str] = {_WITHOUT_ACCURACY_CHECK: "GM307"}
+_REFUSALS_OF_VARIABLES: Mapping[str, str] = {"NRL_IGNORE_TP_ACCURACY_CHECK": "GM307"}
 """For each environment variable, the rule of `check` for the NeMo-RL refusal that the variable switches off."""
 _REPLACED = frozenset({"policy.model_name", "policy.tokenizer.name"})
 """Keys whose value every rehearsal replaces."""

@@ -60,7 +60,6 @@ class RunResult:
     failure: RunFailure | None  # None if the run was completed and counts as rehearsed
     metrics: Mapping[int, Mapping[str, float]]  # metrics by training step
     events: Sequence[Mapping[str, Any]] = ()  # its events, in order
-    seconds: float = 0.0  # run time of the driver
     log: str = ""  # the driver's output
 
     # What was asked of it.
@@ -153,7 +152,7 @@ def outcome_of(
     if failure is not None and killed_by_kernel and failure.setting == MEMORY:
         fix = f"the kernel killed {killed_by_kernel} processes for want of memory: fewer --ranks, or a larger machine"
         failure = replace(failure, fix=fix)
-    run = RunResult(tuple(stages), failure, metrics, events, seconds, log)
+    run = RunResult(tuple(stages), failure, metrics, events, log)
     return run if failure is None or status is None else run.failed(failure)
 
 

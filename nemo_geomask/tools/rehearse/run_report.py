@@ -99,25 +99,8 @@ def _loss_calls(outcome: RunResult) -> Iterator[str]:
         yield "no loss was called in the workers"
     for name, count in outcome.loss.items():
         yield f"the loss that trained, by the workers: {name}, called {count} times"
-    yield from _costs(outcome)
     for worker in outcome.workers:
         yield f"  process {worker['pid']} on {worker['host']}, {worker['python']}, nemo_geomask of {worker['file']}"
-
-
-def _costs(outcome: RunResult) -> Iterator[str]:
-    """Yield what log-probs and loss cost of a training step, in the worker where they cost most."""
-    seconds, count = [worker.get("seconds", {}) for worker in outcome.workers], len(outcome.metrics)
-    if not (count and any(seconds)):
-        return
-    parts = {name: max(each.get(name, 0.0) for each in seconds) / count for name in ("log-probs", "loss")}
-    stages = {stage.name: stage.seconds / count for stage in outcome.stages}
-    yield (
-        f"of {stages['step']:.3g} s of a training step, log-probs took {parts['log-probs']:.2g} s and the loss "
-        f"{parts['loss']:.2g} s, forward and backward; scoring took {stages['log-probs']:.3g} s"
-    )
-    peaks = {name: max(worker["bytes"][name] for worker in outcome.workers) / 1e9 for name in ("log-probs", "all")}
-    if peaks["all"]:
-        yield f"peak memory of a GPU: {peaks['all']:.3g} GB; log-probs and loss added up to {peaks['log-probs']:.2g} GB"
 
 
 def _metrics(outcome: RunResult) -> Iterator[str]:

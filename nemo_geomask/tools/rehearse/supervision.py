@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -137,9 +136,6 @@ def signals_as_exceptions() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     # Signals that are ignored, as under nohup, stay ignored.
     handlers = {each: signal.getsignal(each) for each in signals if signal.getsignal(each) is not signal.SIG_IGN}
     for each in handlers:
