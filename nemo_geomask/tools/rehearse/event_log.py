@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 EVENTS = "events.jsonl"
 """Name of the log, in the folder of a run."""
@@ -33,15 +32,10 @@ def stage_of(label: str) -> str | None:
     return next((stage for stage, labels in _LABELS.items() if label.startswith(labels)), None)
 
 
-class Events:
-    """Writer that appends events to a file, each in one write.
+class Events(NamedTuple):
+    """Log that each call appends an event to, in one write; processes may share the file."""
 
-    Args:
-        path: the file; processes may share it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    path: Path
 
     def __call__(self, event_type: str, **fields: Any) -> None:
         """Write one event.
@@ -51,11 +45,8 @@ class Events:
             fields: JSON values.
         """
         line = json.dumps({"at": time.time(), "kind": event_type, **fields}, default=str) + "\n"
-        number = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(number, line.encode())
-        finally:
-            os.close(number)
+        with self.path.open("ab", buffering=0) as file:
+            file.write(line.encode())
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

@@ -148,20 +148,18 @@ def check_mismatch(folder: Path, limits: HealthyLimits, *, is_filtered: bool = F
     explains_zeros = is_filtered or _looks_filtered(measured)
     for name, (cause, setting, fix) in _FAULTS.items():
         if detections[name].is_shown and not (name == "zero_logprobs" and explains_zeros):
-            details, steps = detections[name].description, detections[name].steps
-            fault = replace(measured, cause=cause, details=details, setting=setting, fix=fix)
-            return replace(fault, since=min(steps, default=None))
+            fault = measured.with_fault(cause, setting, fix, detections[name].description)
+            return replace(fault, since=min(detections[name].steps, default=None))
     tokens = 0 if measured.gap is None else measured.gap.tokens
     if tokens < MIN_TOKENS:
         unjudged = f"only {tokens} trained tokens have log-probs of both engines; {MIN_TOKENS} are needed"
         return replace(measured, unjudged=unjudged)
     if measured.outside > _MAX_OUTSIDE:
-        return replace(
-            measured,
-            cause="top-p or top-k leaves out other tokens in the trainer than in the sampler",
-            details=f"{measured.outside:.1%} of the sampled tokens have a log-prob of exactly 0 from one engine only",
-            setting="policy.generation.top_p, policy.generation.top_k",
-            fix="set 1.0 and null, or look for why the engines' distributions differ (temperature, precision, weights)",
+        return measured.with_fault(
+            "top-p or top-k leaves out other tokens in the trainer than in the sampler",
+            "policy.generation.top_p, policy.generation.top_k",
+            "set 1.0 and null, or look for why the engines' distributions differ (temperature, precision, weights)",
+            f"{measured.outside:.1%} of the sampled tokens have a log-prob of exactly 0 from one engine only",
         )
     return _explain(measured) if measured.is_beyond else measured
 

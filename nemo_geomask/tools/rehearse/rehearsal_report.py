@@ -12,7 +12,7 @@ from nemo_geomask.tools.rehearse.plan import Plan
 from nemo_geomask.tools.rehearse.rehearsal import Rehearsal
 from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult, Stage
 from nemo_geomask.tools.rehearse.run_report import absent_requirements, row, run_lines, sentence, verdict_lines
-from nemo_geomask.tools.shared.json_output import JSON_VERSION, replace_nonfinite
+from nemo_geomask.tools.shared.json_output import JSON_VERSION
 from nemo_geomask.tools.shared.terminal_tables import count_with_noun
 
 
@@ -115,11 +115,7 @@ def _resumed(rehearsal: Rehearsal) -> Iterator[str]:
 
 
 def as_json(rehearsal: Rehearsal) -> RehearsalJson:
-    """Return the whole report as JSON values; numbers that are not finite are None."""
-    return cast(RehearsalJson, replace_nonfinite(_fields(rehearsal)))
-
-
-def _fields(rehearsal: Rehearsal) -> dict[str, Any]:
+    """Return the whole report as JSON values, but for numbers that are not finite."""
     findings = [
         {
             "rule": finding.rule.id,
@@ -131,6 +127,7 @@ def _fields(rehearsal: Rehearsal) -> dict[str, Any]:
         for finding in rehearsal.findings
     ]
     validation = {"name": "validation", "state": "ran" if rehearsal.plan else "failed", "findings": findings}
+    outcome = rehearsal.outcome or RunResult((), None, {})
     result: dict[str, Any] = {
         "version": JSON_VERSION,
         "recipe": str(rehearsal.recipe),
@@ -139,20 +136,8 @@ def _fields(rehearsal: Rehearsal) -> dict[str, Any]:
         "gpus": rehearsal.gpus,
         "seconds": round(rehearsal.seconds, 2),
         "folder": str(rehearsal.folder),
-        "stages": [validation],
-        **dict.fromkeys(("failure", "control", "resumed", "diagnosis", "update")),
-        **{name: {} for name in ("loss", "metrics")},
-        **{name: [] for name in ("workers", "changes", "not_rehearsed", "unmet", "weights")},
-    }
-    if rehearsal.plan is not None:
-        result |= _plan_as_json(rehearsal, rehearsal.plan)
-    outcome = rehearsal.outcome
-    if outcome is None or rehearsal.plan is None:
-        return result
-    return {
-        **result,
-        **_run_as_json(outcome),
         "stages": [validation, *map(_stage_as_json, outcome.stages)],
+        **_run_as_json(outcome),
         "workers": outcome.workers,
         "control": _control_as_json(rehearsal),
         "resumed": _resumed_as_json(rehearsal),
@@ -162,7 +147,12 @@ def _fields(rehearsal: Rehearsal) -> dict[str, Any]:
         ],
         "diagnosis": _mismatch_as_json(outcome.mismatch),
         "update": _mismatch_as_json(outcome.update),
+        "changes": [],
+        "not_rehearsed": [],
     }
+    if rehearsal.plan is not None:
+        result |= _plan_as_json(rehearsal, rehearsal.plan)
+    return cast(RehearsalJson, result)
 
 
 def _plan_as_json(rehearsal: Rehearsal, plan: Plan) -> dict[str, Any]:
