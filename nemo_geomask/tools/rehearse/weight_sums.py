@@ -62,11 +62,9 @@ def observe_sends(actor: Any = None) -> Iterator[patch.Patch]:
     """Yield patches by which this training worker sums the weights that NeMo-RL sends in each refit."""
     namespaces = patch.nemo_rl_namespaces(actor)
     utils = importlib.import_module("nemo_rl.models.policy.utils")
-    if hasattr(utils, "stream_weights_via_ipc_zmq_impl"):
-        yield patch.function(utils, "stream_weights_via_ipc_zmq_impl", sum_streamed, namespaces=namespaces)
+    yield patch.function(utils, "stream_weights_via_ipc_zmq_impl", sum_streamed, namespaces=namespaces)
     packed = importlib.import_module("nemo_rl.utils.packed_tensor")
-    if hasattr(packed, "packed_broadcast_producer"):
-        yield patch.function(packed, "packed_broadcast_producer", sum_broadcast, namespaces=namespaces)
+    yield patch.function(packed, "packed_broadcast_producer", sum_broadcast, namespaces=namespaces)
 
 
 def sum_streamed(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -187,46 +187,21 @@ def with_precision(*groups, trainer=None, engine=None):
     return [refit(1, *groups) | {"precision": precision}, refit(2), refit(3), *map(proof, range(4))]
 
 
+ROUTERS = {"layers.0.mlp.gate": "bfloat16", "layers.1.mlp.gate": "bfloat16", "layers.2.mlp.gate": "float16"}
+
+
 @pytest.mark.parametrize(
-    ("groups", "sides", "reason"),
+    ("differing", "side", "kind", "groups", "reason"),
     [
-        (
-            ["layers.1.mlp.gate"],
-            {"engine": {"rounded": {"layers.1.mlp.gate": "8 bits"}}},
-            "gate: rounded to 8 bits in the engine alone)",
-        ),
-        (
-            ["layers.1"],
-            {"trainer": {"rounded": {"layers.1.mlp.up": "4 bits"}}},
-            "4 bits in the trainer alone, layers.1.mlp.up)",
-        ),
-        (
-            [],
-            {"engine": {"quantised": {"layers.0.mlp": "float8_e4m3fn"}}},
-            "the engine has quantised layers.0.mlp (float8_e4m3fn)",
-        ),
-        (
-            [],
-            {"trainer": {"quantised": {"layers.0": "fp8"}}},
-            "the trainer has quantised layers.0 (fp8), and the recipe says",
-        ),
-        (
-            [],
-            {
-                "engine": {
-                    "routers": {
-                        "layers.0.mlp.gate": "bfloat16",
-                        "layers.1.mlp.gate": "bfloat16",
-                        "layers.2.mlp.gate": "float16",
-                    }
-                }
-            },
-            "the engine has the routers layers.2.mlp.gate in another precision, float16",
-        ),
+        ("layers.1.mlp.gate", "engine", "rounded", {"layers.1.mlp.gate": "8 bits"}, "rounded to 8 bits in the engine"),
+        ("layers.1", "trainer", "rounded", {"layers.1.mlp.up": "4 bits"}, "4 bits in the trainer alone, layers.1.mlp"),
+        (None, "engine", "quantised", {"layers.0.mlp": "float8_e4m3fn"}, "engine has quantised layers.0.mlp (float8_"),
+        (None, "trainer", "quantised", {"layers.0": "fp8"}, "trainer has quantised layers.0 (fp8), and the recipe"),
+        (None, "engine", "routers", ROUTERS, "engine has the routers layers.2.mlp.gate in another precision, float16"),
     ],
 )
-def test_what_one_side_alone_has_in_another_precision(groups, sides, reason):
-    (found,) = errors(events=with_precision(*groups, **sides))
+def test_what_one_side_alone_has_in_another_precision(differing, side, kind, groups, reason):
+    (found,) = errors(events=with_precision(*filter(None, [differing]), **{side: {kind: groups}}))
     assert reason in found
 
 

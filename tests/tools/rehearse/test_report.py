@@ -12,6 +12,7 @@ from nemo_geomask.tools.rehearse.plan import PlanOptions, plan
 from nemo_geomask.tools.rehearse.rehearsal import Rehearsal
 from nemo_geomask.tools.rehearse.rehearsal_report import as_json, as_text
 from nemo_geomask.tools.rehearse.run_outcome import RunResult, outcome_of
+from tests.tools.rehearse.base_recipe import BASE
 
 
 def begin(at, stage, label=""):
@@ -22,20 +23,8 @@ def end(at, stage, label="", **what):
     return {"at": at, "kind": "end", "stage": stage, "label": label, **what}
 
 
-RESUMED_RECIPE = """
-grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 4, max_num_steps: 10}
-loss_fn: {name: clipped_pg, reference_policy_kl_penalty: 0.01}
-policy:
-  model_name: Qwen/Qwen3-0.6B
-  train_global_batch_size: 16
-  train_micro_batch_size: 2
-  max_total_sequence_length: 64
-  dtensor_cfg: {enabled: true, _v2: true}
-  megatron_cfg: {enabled: false}
-  generation: {backend: vllm, vllm_cfg: {precision: bfloat16}}
-checkpointing: {enabled: true, checkpoint_dir: results, save_period: 1}
-cluster: {gpus_per_node: 1, num_nodes: 1}
-"""
+# On this recipe DTensor v2 resumes with another reference policy.
+RESUMED = ("policy.dtensor_cfg._v2=true", "++loss_fn.reference_policy_kl_penalty=0.01")
 STARTED = [end(5.0, "start"), begin(6.0, "workers", "Policy"), end(26.0, "workers", "Policy")]
 STEP = [begin(30.0, "step", "policy_training"), end(32.0, "step", "policy_training")]
 LOGGED = {"at": 33.0, "kind": "metrics", "step": 1, "prefix": "train", "values": {"loss": 0.5}}
@@ -99,8 +88,8 @@ STEPS = {1: {"loss": 0.5, "reward": 0.25}, 2: {"loss": 0.25, "reward": 0.25}}
 def test_a_resumed_step_with_another_reference_policy_names_the_setting(tmp_path, changes, resumed_loss, named):
     """NeMo-RL's issue 2955, as ``--resume`` shows it."""
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RESUMED_RECIPE, encoding="utf-8")
-    facts = RecipeFacts.from_recipe(read_recipe(recipe, changes))
+    recipe.write_text(BASE, encoding="utf-8")
+    facts = RecipeFacts.from_recipe(read_recipe(recipe, (*RESUMED, *changes)))
     whole = RunResult((), None, STEPS)
     last = RunResult((), None, {2: {**STEPS[2], "loss": resumed_loss}})
     planned = plan(facts, folder=tmp_path / "out", options=PlanOptions(steps=2, resume=True))

@@ -119,8 +119,7 @@ def stacked_experts(module: Any) -> Iterator[Patch]:
 
         return named
 
-    if hasattr(module, "_maybe_adapt_tensor_to_hf"):
-        yield attribute(module, "_maybe_adapt_tensor_to_hf", adapt)
+    yield attribute(module, "_maybe_adapt_tensor_to_hf", adapt)
 
 
 def weights_group(module: Any) -> Iterator[Patch]:
