@@ -71,15 +71,13 @@ def hosted_job(
         ConfigError: the recipe can't be read or rehearsed, or there is no NeMo-RL.
         EngineError: a process could not be ended.
     """
-    checkout = nemo_rl_checkout()
-    planned = _planned(recipe, overrides, folder, ranks, checkout)
-    if planned.script != "examples/run_grpo.py" or not (checkout / planned.script).is_file():
+    planned = _planned(recipe, overrides, folder, ranks)
+    if planned.script != "examples/run_grpo.py":
         raise ConfigError(f"{planned.script} does not train by GRPO, whose workers the job needs; give a GRPO recipe")
     make_empty(folder)
     changes = [Change(key, value, was=planned.value(key)) for key, value in settings.items()]
     more = [override for change in changes for override in change.overrides]
-    arguments = (*overrides, *planned.overrides, *more)
-    with driver(planned, arguments, folder, checkout=checkout, job=(function, str(file))) as process:
+    with driver(planned, more, job=(function, str(file))) as process:
         yield process
 
 
@@ -94,7 +92,7 @@ def values_in_force(
     Raises:
         ConfigError: the recipe can't be read or rehearsed, or there is no NeMo-RL.
     """
-    planned = _planned(recipe, overrides, Path("job"), ranks, nemo_rl_checkout())
+    planned = _planned(recipe, overrides, Path("job"), ranks)
     of_recipe = {key: planned.facts.get(key) for key in keys}
     values = {key: planned.value(key) for key in of_recipe}
     replaced = {key: value for key, value in of_recipe.items() if value is not None and value != values[key]}
@@ -114,9 +112,10 @@ def reads_key(key: str) -> bool:
     return any(pattern.search(file.read_text(encoding="utf-8")) for file in files)
 
 
-def _planned(recipe: str | Path, overrides: Sequence[str], folder: Path, ranks: int, checkout: Path) -> Plan:
+def _planned(recipe: str | Path, overrides: Sequence[str], folder: Path, ranks: int) -> Plan:
     facts = RecipeFacts.from_recipe(read_recipe(recipe, overrides, leave=("data", "env")))
-    return plan(facts, folder=folder, options=replace(machine_options(checkout), steps=1, ranks=ranks))
+    options = replace(machine_options(nemo_rl_checkout()), steps=1, ranks=ranks)
+    return plan(facts, overrides, folder=folder, options=options)
 
 
 def last_error(events: Sequence[Mapping[str, Any]], status: int) -> str:

@@ -38,17 +38,13 @@ typing.override = typing_extensions.override  # Megatron-LM imports it
 
 @contextmanager
 def launch_environment(
-    folder: Path,
-    checkout: Path,
-    plan: Plan,
-    *,
-    first_seed: int | None = None,
-    job: tuple[str, str] | None = None,
+    plan: Plan, *, first_seed: int | None = None, job: tuple[str, str] | None = None
 ) -> Iterator[dict[str, str]]:
-    """Write the driver's files and yield its environment variables; files outside ``folder`` are removed at the end.
+    """Write the driver's files and yield its environment variables; files outside the folder are removed at the end.
 
-    The arguments are those of :func:`~.rehearsed_run.run_driver`.
+    The arguments are those of :func:`~.rehearsed_run.driver`.
     """
+    folder, checkout = plan.folder, plan.options.checkout
     identity = uuid.uuid4().hex[:12]
     # A short path: Ray makes sockets in it, and the path of a socket has at most 107 bytes.
     ray = Path(tempfile.mkdtemp(prefix="rehearse-", dir="/tmp" if len(tempfile.gettempdir()) > 30 else None))

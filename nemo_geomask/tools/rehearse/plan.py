@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ ENVIRONMENT = "nemo_geomask_rehearsal"
 class PlanOptions:
     """What is asked of a rehearsal, and what this machine has."""
 
+    checkout: Path = Path()  # of NeMo-RL
     steps: int = 3  # rollout batches to train on
     ranks: int = 1  # largest number of processes that train
     own_environment: bool = False  # use the recipe's own data and environment
@@ -50,6 +51,8 @@ class Plan:
     """A rehearsal of one recipe."""
 
     facts: RecipeFacts  # the recipe
+    arguments: tuple[str, ...]  # the user's overrides of it
+    folder: Path  # folder of model, prompts, log and checkpoints
     options: PlanOptions
     changes: tuple[Change, ...]  # changes to the recipe
     layout: Layout  # parallel layout of the rehearsal
@@ -73,8 +76,10 @@ class Plan:
         return next((change.value for change in self.changes if change.key == key), self.facts.get(key))
 
 
-def plan(facts: RecipeFacts, *, folder: Path, options: PlanOptions = PlanOptions()) -> Plan:
-    """Plan the rehearsal of a recipe.
+def plan(
+    facts: RecipeFacts, arguments: Sequence[str] = (), *, folder: Path, options: PlanOptions = PlanOptions()
+) -> Plan:
+    """Plan the rehearsal of a recipe, which was read with the arguments.
 
     Raises:
         ConfigError: the recipe can't be rehearsed, or its model's architecture is not known.
@@ -125,6 +130,8 @@ def plan(facts: RecipeFacts, *, folder: Path, options: PlanOptions = PlanOptions
         raise ConfigError(Problem(("policy.model_name",), message))
     return Plan(
         facts=facts,
+        arguments=tuple(arguments),
+        folder=folder,
         options=options,
         changes=tuple(changes),
         layout=layout,

@@ -16,15 +16,9 @@ from nemo_geomask.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
 from nemo_geomask.tools.check import Finding, RecipeFacts, check
 from nemo_geomask.tools.rehearse.control_run import Comparison, compare, control_overrides, settings_of_ours_alone
 from nemo_geomask.tools.rehearse.launch_environment import has_automodel, supports_fp8_cache
-from nemo_geomask.tools.rehearse.plan import Plan, PlanOptions
+from nemo_geomask.tools.rehearse.plan import Plan, PlanOptions, plan
 from nemo_geomask.tools.rehearse.refusals import errors_of
-from nemo_geomask.tools.rehearse.rehearsed_run import (
-    COMMAND,
-    PROMPTS,
-    driver_command,
-    make_plan,
-    run_plan,
-)
+from nemo_geomask.tools.rehearse.rehearsed_run import COMMAND, PROMPTS, run_plan
 from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult
 
 # Rule of `check`: after a resume, DTensor v2's reference policy is the checkpoint's and not the original model's.
@@ -51,7 +45,6 @@ class Rehearsal:
     resumed: RunResult | None = None
     # overrides under which it was resumed; its metrics then need not equal the first run's
     resume_changes: tuple[str, ...] = ()
-    command: tuple[str, ...] = ()  # the driver's command; empty if there is no plan
 
     @property
     def resumptions(self) -> tuple[Comparison, ...]:
@@ -103,7 +96,8 @@ def has_gpus() -> bool:
 
 def machine_options(checkout: Path) -> PlanOptions:
     """Return the options of a plan that follow from this machine and a NeMo-RL checkout."""
-    return PlanOptions(gpus=has_gpus(), has_automodel=has_automodel(checkout), has_fp8_cache=supports_fp8_cache())
+    has = {"has_automodel": has_automodel(checkout), "has_fp8_cache": supports_fp8_cache()}
+    return PlanOptions(checkout=checkout, gpus=has_gpus(), **has)
 
 
 def rehearse(
@@ -177,31 +171,29 @@ def rehearse(
         control=control,
     )
     forecasts = tuple(finding.message for finding in report.findings if finding.rule.id == _EMPTY_MASK)
-    run = functools.partial(
-        run_plan, checkout=checkout, timeout=timeout, accept=accept, forecasts=forecasts, progress=progress
-    )
-    planned = make_plan(facts, folder, options, checkout)
-    command = driver_command(planned, checkout, (*overrides, *planned.overrides))
-    result = replace(result, plan=planned, command=tuple(command))
+    run = functools.partial(run_plan, timeout=timeout, accept=accept, forecasts=forecasts, progress=progress)
+    planned = plan(facts, overrides, folder=folder, options=options)
+    if not (checkout / planned.script).is_file():
+        raise ConfigError(f"the NeMo-RL in {checkout} has no {planned.script}, which this recipe's algorithm needs")
+    result = replace(result, plan=planned)
     if dry_run:
         return replace(result, seconds=time.monotonic() - began)
     if folder.exists():
         shutil.rmtree(folder)
-    outcome = run(planned, overrides, folder)
+    outcome = run(planned)
     result = replace(result, outcome=outcome)
     if control and (ours_only := settings_of_ours_alone(facts, score_function=has_kl_score_function(checkout))):
         result = replace(result, ours_only=ours_only)
     elif control and outcome.failure is None:
         control_args = (*overrides, *control_overrides(facts))
         control_facts = RecipeFacts.from_recipe(read_recipe(recipe, control_args, leave=leave))
-        control_plan = make_plan(control_facts, folder / "control", options, checkout)
-        control_outcome = run(control_plan, control_args, folder / "control")
-        result = replace(result, control=control_outcome)
+        control_plan = plan(control_facts, control_args, folder=folder / "control", options=options)
+        result = replace(result, control=run(control_plan))
     if resume is not None and outcome.failure is None:
         saved = folder / "checkpoints" / f"step_{steps - 1}"
         if saved.is_dir():
-            resumed_plan = make_plan(resumed_facts, folder / "resumed", options, checkout)
-            resumed = run(resumed_plan, resumed_args, folder / "resumed", saved)
+            resumed_plan = plan(resumed_facts, resumed_args, folder=folder / "resumed", options=options)
+            resumed = run(resumed_plan, saved)
         else:
             missing = f"{saved} is not there: checkpointing: saved or kept no checkpoint of step {steps - 1}"
             resumed = RunResult((), RunFailure("checkpoint", missing), {})

@@ -10,6 +10,7 @@ from nemo_geomask.tools.rehearse.json_format import RehearsalJson
 from nemo_geomask.tools.rehearse.mismatch_check import Mismatch
 from nemo_geomask.tools.rehearse.plan import Plan
 from nemo_geomask.tools.rehearse.rehearsal import Rehearsal
+from nemo_geomask.tools.rehearse.rehearsed_run import driver_command
 from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult, Stage
 from nemo_geomask.tools.rehearse.run_report import absent_requirements, row, run_lines, sentence, verdict_lines
 from nemo_geomask.tools.shared.json_output import JSON_VERSION
@@ -151,11 +152,11 @@ def as_json(rehearsal: Rehearsal) -> RehearsalJson:
         "not_rehearsed": [],
     }
     if rehearsal.plan is not None:
-        result |= _plan_as_json(rehearsal, rehearsal.plan)
+        result |= _plan_as_json(rehearsal.plan)
     return cast(RehearsalJson, result)
 
 
-def _plan_as_json(rehearsal: Rehearsal, plan: Plan) -> dict[str, Any]:
+def _plan_as_json(plan: Plan) -> dict[str, Any]:
     return {
         "layout": str(plan.layout),
         "model_type": plan.model.model_type,
@@ -164,7 +165,7 @@ def _plan_as_json(rehearsal: Rehearsal, plan: Plan) -> dict[str, Any]:
             for change in plan.changes
         ],
         "not_rehearsed": list(plan.unrehearsed),
-        "command": list(rehearsal.command),
+        "command": driver_command(plan),
     }
 
 

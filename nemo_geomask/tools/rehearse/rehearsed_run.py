@@ -12,14 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.errors import ConfigError
 from nemo_geomask.hosts.nemo_rl import accepted_apis
-from nemo_geomask.tools.check import RecipeFacts, has_experts
+from nemo_geomask.tools.check import has_experts
 from nemo_geomask.tools.rehearse.event_log import EVENTS, STAGES, read_events
 from nemo_geomask.tools.rehearse.gate import judge
 from nemo_geomask.tools.rehearse.healthy_limits import healthy_limits, update_limits
 from nemo_geomask.tools.rehearse.launch_environment import launch_environment
-from nemo_geomask.tools.rehearse.plan import RECORDS, Plan, PlanOptions, plan
+from nemo_geomask.tools.rehearse.plan import RECORDS, Plan
 from nemo_geomask.tools.rehearse.run_outcome import RunResult, outcome_of
 from nemo_geomask.tools.rehearse.supervision import supervised, wait_for
 from nemo_geomask.tools.rehearse.tiny_models import write_prompts
@@ -33,54 +32,43 @@ PROMPTS, COMMAND = "prompts.jsonl", "command.txt"
 """Files by which the folder of an earlier rehearsal is recognised."""
 
 
-def make_plan(facts: RecipeFacts, folder: Path, options: PlanOptions, checkout: Path) -> Plan:
-    """Plan a run; raise ConfigError if the checkout has no script for its algorithm."""
-    planned = plan(facts, folder=folder, options=options)
-    if not (checkout / planned.script).is_file():
-        raise ConfigError(f"the NeMo-RL in {checkout} has no {planned.script}, which this recipe's algorithm needs")
-    return planned
-
-
 @contextlib.contextmanager
 def driver(
     planned: Plan,
-    overrides: Sequence[str],
-    folder: Path,
+    more: Sequence[str] = (),
     *,
-    checkout: Path,
     accept: Sequence[str] = (),
     first_seed: int | None = None,
     job: tuple[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the process that runs NeMo-RL's script in a folder, and end it with the block.
+    """Start the process that runs NeMo-RL's script for a plan, in its folder, and end it with the block.
 
     Args:
-        overrides: all of the command line's, with those of the plan.
+        more: overrides after those of the plan.
         first_seed: see :func:`~.event_hooks.patches`.
         job: function and file of :func:`~.hosted_job.hosted_job`; None trains.
     """
+    folder = planned.folder
     write_prompts(folder / PROMPTS)
-    command = driver_command(planned, checkout, overrides)
+    command = driver_command(planned, more)
     (folder / COMMAND).write_text("\n".join(command), encoding="utf-8")
-    with launch_environment(folder, checkout, planned, first_seed=first_seed, job=job) as environment:
+    with launch_environment(planned, first_seed=first_seed, job=job) as environment:
         environment |= accepted_apis.as_variables(accept)
-        with supervised(command, log=folder / LOG, environment=environment, folder=checkout) as process:
+        with supervised(command, log=folder / LOG, environment=environment, folder=planned.options.checkout) as process:
             yield process
 
 
-def driver_command(planned: Plan, checkout: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the command of the driver."""
-    recipe = planned.facts.recipe.path.resolve()
-    return [sys.executable, "-m", _DRIVER, str(checkout / planned.script), "--config", str(recipe), *overrides]
+def driver_command(planned: Plan, more: Sequence[str] = ()) -> list[str]:
+    """Return the command of the driver, with overrides after those of the plan."""
+    script, recipe = planned.options.checkout / planned.script, planned.facts.recipe.path.resolve()
+    overrides = (*planned.arguments, *planned.overrides, *more)
+    return [sys.executable, "-m", _DRIVER, str(script), "--config", str(recipe), *overrides]
 
 
 def run_plan(
     planned: Plan,
-    overrides: Sequence[str],
-    folder: Path,
     saved: Path | None = None,
     *,
-    checkout: Path,
     timeout: float,
     accept: Sequence[str],
     forecasts: Sequence[str],
@@ -89,11 +77,10 @@ def run_plan(
     """Run a plan, resumed from a saved checkpoint if there is one, and return its judged outcome.
 
     Args:
-        overrides: the user's; those of the plan come after them.
         forecasts: as in :class:`~.run_outcome.RunResult`.
         progress: called with the events so far, several times a second.
     """
-    options = planned.options
+    options, folder = planned.options, planned.folder
     resumed_steps = 0
     if saved is not None:
         shutil.copytree(saved, folder / "checkpoints" / saved.name)
@@ -101,13 +88,7 @@ def run_plan(
     events = folder / EVENTS
     started = time.time()
     killed_before = _kernel_kills()
-    process_of_driver = driver(
-        *(planned, (*overrides, *planned.overrides), folder),
-        checkout=checkout,
-        accept=accept,
-        first_seed=resumed_steps if options.resume else None,
-    )
-    with process_of_driver as process:
+    with driver(planned, accept=accept, first_seed=resumed_steps if options.resume else None) as process:
         status = wait_for(process, timeout, lambda: progress(list(read_events(events))))
     outcome = outcome_of(
         read_events(events),
@@ -121,11 +102,11 @@ def run_plan(
         killed_by_kernel=_kernel_kills() - killed_before,
     )
     steps = range(resumed_steps + 1, options.steps + 1)
-    return _judge(replace(outcome, steps=steps, forecasts=forecasts), planned, folder)
+    return _judge(replace(outcome, steps=steps, forecasts=forecasts), planned)
 
 
-def _judge(run: RunResult, planned: Plan, folder: Path) -> RunResult:
-    facts = planned.facts
+def _judge(run: RunResult, planned: Plan) -> RunResult:
+    facts, folder = planned.facts, planned.folder
     records = folder / RECORDS if any(change.key.startswith("loss_fn.record") for change in planned.changes) else None
     # Steps of NeMo-RL's own loss have no records; NeMo-RL logs their log-probs.
     log_file = next((folder / "logs").glob("**/train_data_step*.jsonl"), None)

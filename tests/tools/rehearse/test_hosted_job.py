@@ -62,20 +62,18 @@ def test_a_key_is_read_if_the_code_has_it_as_a_string_or_a_field(tmp_path, monke
 
 def test_settings_of_a_job_are_in_force_and_a_mapping_replaces_the_one_there(tmp_path, monkeypatch):
     pytest.importorskip("hydra", reason="overrides are Hydra's")
-    recipe, script = tmp_path / "recipe.yaml", tmp_path / "examples" / "run_grpo.py"
+    recipe = tmp_path / "recipe.yaml"
     recipe.write_text(BASE, encoding="utf-8")
-    script.parent.mkdir()
-    script.touch()
     starts = []
     monkeypatch.setattr(hosted_job, "nemo_rl_checkout", lambda: tmp_path)
     monkeypatch.setattr(hosted_job, "driver", lambda *arguments, **how: starts.append(arguments) or nullcontext())
     settings = {"policy.precision": "float32", "policy.optimizer.kwargs": {}, "policy.generation.vllm_kwargs": {}}
     with hosted_job.hosted_job(recipe, [], "m:f", tmp_path / "job", folder=tmp_path / "work", settings=settings):
         pass
-    ((planned, overrides, folder),) = starts
+    ((planned, more),) = starts
     last = ["++policy.precision=float32", "~policy.optimizer.kwargs", "++policy.optimizer.kwargs={}"]
-    assert overrides == (*planned.overrides, *last, "++policy.generation.vllm_kwargs={}")
-    assert folder == tmp_path / "work"
+    assert more == [*last, "++policy.generation.vllm_kwargs={}"]
+    assert planned.folder == tmp_path / "work"
 
 
 RAY = """ray.exceptions.RayTaskError(AssertionError): \x1b[36mray::Worker.get_logprobs()\x1b[39m (pid=28906)

@@ -97,11 +97,11 @@ def test_a_fault_in_the_workers_fails_with_its_reason(tmp_path, monkeypatch, fau
 def test_a_preflight_of_a_run_with_a_local_checkpoint_lets_it_go_on(tmp_path):
     overrides = ["policy.dtensor_cfg._v2=false"]
     facts = RecipeFacts.from_recipe(read_recipe(RECIPE, overrides, leave=("data", "env")))
-    planned = plan(facts, folder=tmp_path, options=PlanOptions(has_automodel=False))
+    checkout, log = nemo_rl_root().resolve(), tmp_path / "log.txt"
+    planned = plan(facts, folder=tmp_path, options=PlanOptions(checkout=checkout, has_automodel=False))
     write_model(planned.model, tmp_path)
     write_prompts(tmp_path / "prompts.jsonl")
-    checkout, log = nemo_rl_root().resolve(), tmp_path / "log.txt"
-    with launch_environment(tmp_path, checkout, planned) as environment:
+    with launch_environment(planned) as environment:
         command = [sys.executable, "-m", "tests.tools.rehearse.preflight_driver", str(checkout / planned.script)]
         command += [
             "--config",
