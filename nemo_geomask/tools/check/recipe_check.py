@@ -167,7 +167,7 @@ def check(facts: RecipeFacts, *, ignore: Collection[str] = ()) -> Report:
         elif rule.id not in ignored_ids:
             unchecked.append((rule, unknown))
     findings = [_without_refused_fix(each, facts) for each in _without_consequences(findings, facts)]
-    findings.sort(key=lambda finding: SEVERITIES.index(finding.rule.severity))
+    findings.sort(key=_rank)
     return Report(
         tuple(finding for finding in findings if finding.rule.id not in ignored_ids),
         tuple(finding for finding in findings if finding.rule.id in ignored_ids),
@@ -177,8 +177,14 @@ def check(facts: RecipeFacts, *, ignore: Collection[str] = ()) -> Report:
 
 def _without_consequences(findings: list[Finding], facts: RecipeFacts) -> list[Finding]:
     """Leave out what another finding says better, and advice about settings that have to be given up."""
-    explained = {finding.key for finding in findings if not finding.rule.gives_way}
-    findings = [finding for finding in findings if not finding.rule.gives_way or finding.key not in explained]
+    explained = [(each.key, _rank(each)) for each in findings if not each.rule.gives_way]
+    explained_before = {name: min(rank for key, rank in explained if key == name) for name, _ in explained}
+    findings = [
+        each
+        for each in findings
+        if not each.rule.gives_way
+        or all(explained_before.get(key, len(SEVERITIES)) > _rank(each) for key in (each.key, *each.others))
+    ]
     settled: set[str] = set()
     for cause in (each for each in findings if each.rule.gives_up):
         for key, value in cause.fix.items():
@@ -188,12 +194,15 @@ def _without_consequences(findings: list[Finding], facts: RecipeFacts) -> list[F
     return [finding for finding in findings if finding.rule.id not in settled]
 
 
+def _rank(finding: Finding) -> int:
+    return SEVERITIES.index(finding.rule.severity)
+
+
 def _without_refused_fix(finding: Finding, facts: RecipeFacts) -> Finding:
     """Leave out a word that resembles one that NeMo-RL knows, but refuses in this recipe."""
     if finding.rule.id != "GM324" or not (word := finding.fix.get(finding.key)):
         return finding
-    fixed, needs = facts.with_setting(finding.key, word), next(rule for rule in RULES if rule.id == "GM346")
-    if all(each.key != finding.key for each in _findings(needs, fixed)):
+    if all(finding.key not in each.keys for each in facts.with_setting(finding.key, word).start_refusals):
         return finding
     return replace(finding, fix={}, message=finding.message.removesuffix(f"; set {inline_yaml(word)}"))
 
@@ -223,7 +232,7 @@ def _findings_of_policy(rule: Rule, facts: RecipeFacts) -> Iterator[Finding]:
         checkout = facts.nemo_rl
         if not rule.refusals or checkout is None or any(is_in_source(checkout, text) for text in rule.refusals):
             origin = hit.origin or facts.recipe.origins.at(hit.key)
-            yield Finding(rule, hit.key, message, origin, hit.fix, hit.is_misspelt)
+            yield Finding(rule, hit.key, message, origin, hit.fix, hit.is_misspelt, hit.others)
 
 
 def _message(hit: Hit, facts: RecipeFacts) -> str:

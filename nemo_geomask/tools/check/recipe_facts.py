@@ -11,6 +11,7 @@ from typing import Any
 
 from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.errors import Problem
+from nemo_geomask.hosts.nemo_rl.start_run import StartRefusal, start_refusals
 from nemo_geomask.objectives.resolved_loss import ResolvedLoss
 from nemo_geomask.objectives.variant import Variant
 from nemo_geomask.plugin_imports import NOT_IMPORTED
@@ -306,6 +307,11 @@ class RecipeFacts:
         """Tensor-parallel size of the trainer."""
         key = "megatron_cfg.tensor_model_parallel_size" if self.uses_megatron else "dtensor_cfg.tensor_parallel_size"
         return self.size(f"policy.{key}")
+
+    @cached_property
+    def start_refusals(self) -> tuple[StartRefusal, ...]:
+        """Errors with which NeMo-RL is certain to end a run of the recipe before its first step."""
+        return () if self.nemo_rl is None else start_refusals(self.nemo_rl, self.recipe.data, self.algorithm)
 
     @cached_property
     def moe_key(self) -> str | None:

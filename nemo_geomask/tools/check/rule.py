@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ class Hit:
         origin: file and line; if None, those of the key, or of the nearest section around it that the recipe contains.
         fix: settings that are a way out, by dotted key; empty if only the user can know them.
         is_misspelt: True if the fix is ``key`` under its correct name, so that it has to be renamed.
+        others: further keys that the message is about; a rule that gives way does so to findings about these as well.
     """
 
     key: str  # dotted key that the message is about; the recipe may lack it
@@ -32,6 +33,7 @@ class Hit:
     origin: Origin | None = None
     fix: Mapping[str, Any] = field(default_factory=dict)
     is_misspelt: bool = False
+    others: Collection[str] = ()
 
 
 RuleFunction = Callable[[RecipeFacts], Iterator[Hit]]
@@ -54,7 +56,7 @@ class Rule:
         models: sections of further models, such as PPO's ``value`` or a ``teacher``, that the rule is about as well.
         needs_loss: False if the rule also applies to a recipe that trains no policy loss, such as one of DPO.
         applies_to_lab: False if the rule is about sections or defaults that a recipe of ``nemo-geomask lab`` lacks.
-        gives_way: True if the rule says nothing about a setting that another finding is about.
+        gives_way: True if the rule says nothing about settings of which another finding, no less severe, tells.
         gives_up: True if a setting that it finds has to be given up, so that advice about the setting is left out.
         may_be_ignored: False if neither ``--ignore`` nor a comment silences the rule.
     """
@@ -84,6 +86,7 @@ class Finding:
     origin: Origin | None
     fix: Mapping[str, Any] = field(default_factory=dict)
     is_misspelt: bool = False  # see Hit
+    others: Collection[str] = ()
 
 
 _rules: dict[str, Rule] = {}

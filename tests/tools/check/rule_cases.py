@@ -44,6 +44,7 @@ FUSED = "policy.megatron_cfg.use_fused_linear_logprobs"
 FUSED_BEFORE = "policy.megatron_cfg.use_linear_ce_fusion_loss"
 CHUNKS = {"policy.logprob_chunk_size": 1024}
 DEFERRED = {"policy.megatron_cfg.defer_fp32_logits": True}
+DYNAMIC = "policy.dynamic_batching.enabled"
 PACKING = "policy.sequence_packing.enabled"
 TRAINED = "policy.sequence_packing.train_mb_tokens"
 SCORED = "policy.sequence_packing.logprob_mb_tokens"
@@ -87,6 +88,19 @@ GSPO = {"loss_fn.name": "gspo", "loss_fn.token_level_loss": False}
 # v0.7.0, as far as the rules can tell.
 OLDER = {key: key in ("policy.router_replay.enabled", "policy.quant_cfg") for key in SETTING_READERS}
 NEWEST = dict.fromkeys(SETTING_READERS, True)
+SCRIPT = """
+def main():
+    config = load_config("recipe.yaml")
+    policy, grpo = config["policy"], config["grpo"]
+    assert not policy.get("dynamic_batching", {}).get("enabled"), "the stand-in takes no dynamic batches"
+    transport = policy["generation"].get("refit_transport")
+    if policy["dtensor_cfg"]["enabled"] and transport == "nccl_reshard":
+        raise ValueError("Megatron alone reshards")
+    size = policy.get("size", 32)
+    assert size == grpo["num_prompts_per_step"], f"{size} is another size"
+    assert size > 0, "the size is not positive"
+    assert policy.get("optimizer", 1) is not None, "needs an optimizer"
+"""  # of a NeMo-RL that refuses these
 
 DPO = {"dpo.max_num_steps": 9, "loss_fn": None}
 MATHS = {"dataset_name": "OpenMathInstruct-2"}
@@ -688,6 +702,14 @@ CASES = {
         ),
         # What another rule explains needs no comparison.
         ({RATE: 0.0, "reads": NEWEST}, {"policy.max_grad_norm": 0.0, "reads": NEWEST}),
+    ],
+    "GM360": [
+        ({"policy.size": 7, "reads": NEWEST, "script": SCRIPT}, {"reads": NEWEST, "script": SCRIPT}),
+        # What another error explains is not said again.
+        (
+            {DYNAMIC: True, PACKING: False, "reads": NEWEST, "script": SCRIPT},
+            {DYNAMIC: True, "reads": NEWEST, "script": SCRIPT},
+        ),
     ],
     "GM347": [
         ({"loss_fn.proximal_policy": "interpolated"}, {"loss_fn.proximal_policy": "recomputed"}),

@@ -26,6 +26,7 @@ from tests.tools.check.rule_cases import (
     CLEAN,
     CORRECT,
     DPO,
+    DYNAMIC,
     GEOMASK,
     GEOMETRIC,
     GYM_FITS,
@@ -42,6 +43,7 @@ from tests.tools.check.rule_cases import (
     SAVED,
     SCORED,
     SCORING,
+    SCRIPT,
     SHAPED,
     SINGLE_FITS,
     TEMPERATURE,
@@ -70,7 +72,10 @@ def findings(tmp_path, monkeypatch):
         megatron = changes.pop("megatron", "")
         # What a checkout has is cached by its path.
         folder = tmp_path / ("RL" if not (tmp_path / "RL").exists() else f"RL{len(list(tmp_path.iterdir()))}")
-        root = checkout(folder, reads, changes.pop("classes", ""), megatron) if reads else None
+        classes, script = changes.pop("classes", ""), changes.pop("script", "")
+        root = checkout(folder, reads, classes, megatron) if reads else None
+        if script:
+            (root / "examples/run_grpo.py").write_text(script)
         monkeypatch.setattr(recipes, "nemo_rl_root", lambda: root)
         if inherited := changes.pop("inherited", None):
             (tmp_path / "parent.yaml").write_text(written(changed(inherited, {})), encoding="utf-8")
@@ -249,10 +254,27 @@ def test_advice_about_what_is_refused_anyway_is_left_out(changes, expected, find
 
 def test_a_word_that_the_recipe_can_not_have_is_not_proposed(findings):
     key = "policy.generation.refit_transport"
+    changes = {key: "nccl", "reads": NEWEST, "script": SCRIPT}
     for backend, fix in ((V2, {}), ({}, {key: "nccl_reshard"})):
-        (hit,) = (each for each in findings({**backend, key: "nccl", "reads": NEWEST}) if each.rule.id == "GM324")
+        (hit,) = (each for each in findings({**changes, **backend}) if each.rule.id == "GM324")
         assert hit.fix == fix
         assert ("set nccl_reshard" in hit.message) == bool(fix)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fix", "words"),
+    [
+        # The newest setting is given back; what no value mends has no way out.
+        ({DYNAMIC: True, PACKING: False}, {DYNAMIC: False}, "does not start: the stand-in takes no dynamic batches"),
+        ({"policy.size": 7}, {"grpo.num_prompts_per_step": 7}, "7 is another size"),
+        ({"policy.optimizer": None}, {}, "needs an optimizer"),
+    ],
+)
+def test_a_refusal_of_the_source_is_told_in_its_words_with_a_way_out_that_was_tried(changes, fix, words, findings):
+    (hit,) = (each for each in findings({**changes, "reads": NEWEST, "script": SCRIPT}) if each.rule.id == "GM360")
+    assert hit.fix == fix
+    assert words in hit.message
+    assert "(examples/run_grpo.py:" in hit.message
 
 
 def test_a_bound_of_zero_is_not_copied_to_what_exceeds_it(findings):
