@@ -161,8 +161,8 @@ def no_step_was_vetoed(run: RunResult) -> Iterator[RunFailure]:
     vetoed = [step for step, values in sorted(run.metrics.items()) if values.get("geomask/batch_vetoed", 0) > 0]
     if vetoed:
         kl = run.metrics[vetoed[0]].get("geomask/batch_kl", math.nan)
-        every = "every step" if len(vetoed) == len(run.steps) else f"step {_listed(vetoed)}"
-        message = f"{every} was vetoed and not trained: its mismatch KL, {kl:.3g}, is beyond loss_fn.batch_veto.max"
+        steps = _which(vetoed, run, "every step")
+        message = f"{steps} was vetoed and not trained: its mismatch KL, {kl:.3g}, is beyond loss_fn.batch_veto.max"
         yield RunFailure("veto", message, "loss_fn.batch_veto.max", _WIDEN)
 
 
@@ -175,8 +175,8 @@ def something_was_kept(run: RunResult) -> Iterator[RunFailure]:
         and (values.get("geomask/kept_tokens", 1.0) == 0 or values.get("geomask/batch_emptied", 0) > 0)
     ]
     if emptied:
-        every = "any step" if len(emptied) == len(run.steps) else f"step {_listed(emptied)}"
-        message = f"nothing was kept of {every}: the masks removed all tokens, so that it did not train"
+        steps = _which(emptied, run, "any step")
+        message = f"nothing was kept of {steps}: the masks removed all tokens, so that it did not train"
         fix = "; ".join(run.forecasts) or _WIDEN
         yield RunFailure("step", message, "loss_fn.masks", fix)
 
@@ -190,7 +190,7 @@ def records_are_complete(run: RunResult) -> Iterator[RunFailure]:
     reasons = _LOST_RECORD.findall(run.log)
     if lost:
         reason = next(filter(None, reasons), f"{run.records} has no file of it")
-        message = f"the record of step {_listed(lost)} was lost: {reason}"
+        message = f"the record of {_which(lost, run, 'every step')} was lost: {reason}"
         fix = "look for a full disk or missing rights in its folder"
         yield RunFailure("metrics", message, "loss_fn.record.dir", fix)
     elif reasons:
@@ -263,8 +263,8 @@ def ranks_compute_one_loss(run: RunResult) -> Iterator[RunFailure]:
                 return
 
 
-def _listed(steps: Sequence[int]) -> str:
-    return ", ".join(map(str, steps))
+def _which(steps: Sequence[int], run: RunResult, all_steps: str) -> str:
+    return all_steps if len(steps) == len(run.steps) else f"step {', '.join(map(str, steps))}"
 
 
 Condition = Callable[[RunResult], Iterator[RunFailure]]

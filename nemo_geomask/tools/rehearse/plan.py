@@ -11,12 +11,7 @@ from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.tools.check import Layout, RecipeFacts, layout_keys, layout_of, trained_sections
 from nemo_geomask.tools.rehearse.batch_sizes import batch_sizes, learning_rate, rollouts_of, sequence_length
 from nemo_geomask.tools.rehearse.refusals import model_refusals, recipe_refusals
-from nemo_geomask.tools.rehearse.setting_changes import (
-    Change,
-    cpu_changes,
-    is_colocated,
-    wants_fp8_cache,
-)
+from nemo_geomask.tools.rehearse.setting_changes import GENERATION_PRECISION, Change, cpu_changes, is_colocated
 from nemo_geomask.tools.rehearse.tiny_models import TinyModel, tiny_model
 from nemo_geomask.yaml_text import inline_yaml
 
@@ -64,7 +59,11 @@ class Plan:
     uses_automodel: bool  # True if DTensor v2's workers train, which are Automodel's
     has_teacher: bool  # True for on-policy distillation, which needs a second tiny model
     unrehearsed: tuple[str, ...]  # parts of the recipe that the rehearsal says nothing about
-    keeps_fp8_cache: bool  # True if a CPU's engine has the recipe's fp8 KV cache, beside weights that are not quantised
+
+    @property
+    def keeps_fp8_cache(self) -> bool:
+        """True if a CPU's engine has the recipe's fp8 KV cache, beside weights that are not quantised."""
+        return not self.options.gpus and self.value(GENERATION_PRECISION) == "fp8"
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -104,22 +103,13 @@ def plan(
         *_redirect_output(facts, folder),
         *_record(facts, folder, options.record),
     ]
-    keeps_fp8_cache = not gpus and options.has_fp8_cache and wants_fp8_cache(facts)
     if not gpus:
-        changes += cpu_changes(
-            facts,
-            has_automodel=options.has_automodel,
-            is_recurrent=model.is_recurrent,
-            keeps_fp8_cache=keeps_fp8_cache,
-        )
+        has = {"has_automodel": options.has_automodel, "has_fp8_cache": options.has_fp8_cache}
+        changes += cpu_changes(facts, is_recurrent=model.is_recurrent, **has)
     changes = [replace(change, was=facts.get(change.key)) for change in changes]
     changes = [change for change in changes if change.is_effective]
     algorithm = "grpo_single_controller" if facts.uses_single_controller else facts.algorithm
     has_teacher = _has_teacher(facts)
-    unrehearsed = tuple(_unrehearsed(facts, layout, full, changes, options))
-    if keeps_fp8_cache:
-        only_cache = "fp8, here for the KV cache alone (vLLM's CPU kernels have no fp8 weights)"
-        unrehearsed += (f"policy.generation.vllm_cfg.precision: {only_cache}",)
     v2 = "policy.dtensor_cfg._v2"
     uses_automodel = not facts.uses_megatron and facts.is_true(v2) and all(change.key != v2 for change in changes)
     if not (gpus or facts.uses_megatron or uses_automodel) and model.stacks_experts:
@@ -142,8 +132,7 @@ def plan(
         gpu_count=layout.ranks + (not is_colocated(facts)) + has_teacher,
         uses_automodel=uses_automodel,
         has_teacher=has_teacher,
-        unrehearsed=unrehearsed,
-        keeps_fp8_cache=keeps_fp8_cache,
+        unrehearsed=tuple(_unrehearsed(facts, layout, full, changes, options)),
     )
 
 
@@ -340,5 +329,7 @@ def _unrehearsed(
         for change in changes
         if change.why not in ("", "ranks") and change.was is not None and change.was != change.value
     )
+    if not options.gpus and all(change.key != GENERATION_PRECISION for change in changes):
+        yield f"{GENERATION_PRECISION}: fp8, here for the KV cache alone (vLLM's CPU kernels have no fp8 weights)"
     if facts.get(f"{facts.algorithm}.val_period") and not options.validate:
         yield "validation: none of the recipe's (--validate rehearses it)"

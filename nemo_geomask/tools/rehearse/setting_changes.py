@@ -10,7 +10,7 @@ from nemo_geomask.tools.check import RecipeFacts, trained_sections
 from nemo_geomask.tools.rehearse.refusals import BACKEND
 from nemo_geomask.yaml_text import inline_yaml
 
-_GENERATION_PRECISION = "policy.generation.vllm_cfg.precision"
+GENERATION_PRECISION = "policy.generation.vllm_cfg.precision"
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Change:
 
         The engine's precision is always written: most recipes interpolate the trainer's, which may change.
         """
-        return self.was != self.value or self.key == _GENERATION_PRECISION
+        return self.was != self.value or self.key == GENERATION_PRECISION
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -40,19 +40,14 @@ class Change:
 _CACHE_DTYPE = "policy.generation.vllm_cfg.kv_cache_dtype"
 
 
-def wants_fp8_cache(facts: RecipeFacts) -> bool:
-    """Return True if the recipe's engine has an fp8 KV cache: NeMo-RL reads its dtype with ``precision: fp8`` alone."""
-    return str(facts.get(_CACHE_DTYPE)).startswith("fp8") and facts.get(_GENERATION_PRECISION) == "fp8"
-
-
 def cpu_changes(
-    facts: RecipeFacts, *, has_automodel: bool, is_recurrent: bool, keeps_fp8_cache: bool
+    facts: RecipeFacts, *, has_automodel: bool, is_recurrent: bool, has_fp8_cache: bool
 ) -> Iterator[Change]:
     """Yield the changes, each with what the CPU lacks.
 
     Args:
         is_recurrent: True if layers of the model keep a state, as Mamba's and linear attention do.
-        keeps_fp8_cache: True if the recipe's engine has an fp8 KV cache, and vLLM has kernels for it on this processor.
+        has_fp8_cache: True if vLLM has kernels for an fp8 KV cache on this processor.
     """
     settings: dict[str, tuple[Any, str]] = {
         "logger.monitor_gpus": (False, "there are no GPUs"),
@@ -64,16 +59,18 @@ def cpu_changes(
         "policy.generation.vllm_cfg.use_deep_gemm": (False, "a CUDA kernel"),
         "policy.generation.vllm_cfg.enable_vllm_metrics_logger": (False, "would start another process"),
     }
-    generation_precision = str(facts.get(_GENERATION_PRECISION))
+    generation_precision = str(facts.get(GENERATION_PRECISION))
+    # NeMo-RL reads the cache's dtype with precision: fp8 alone.
+    keeps_fp8_cache = has_fp8_cache and generation_precision == "fp8" and str(facts.get(_CACHE_DTYPE)).startswith("fp8")
     if keeps_fp8_cache:
-        # Without precision: fp8, NeMo-RL would not read the cache's dtype. Every layer's name contains this empty word.
+        # Without quantised weights: every layer's name contains this empty word.
         settings["policy.generation.vllm_cfg.quantization_ignored_layer_kws"] = ([""], "")
         if facts.is_true("policy.generation.vllm_cfg.is_mx"):
             settings["policy.generation.vllm_cfg.is_mx"] = (False, "quantised CUDA kernels")
     elif generation_precision in ("bfloat16", "float32"):
-        settings[_GENERATION_PRECISION] = (generation_precision, "")
+        settings[GENERATION_PRECISION] = (generation_precision, "")
     else:
-        settings[_GENERATION_PRECISION] = ("bfloat16", "vLLM's CPU kernels support no other")
+        settings[GENERATION_PRECISION] = ("bfloat16", "vLLM's CPU kernels support no other")
     if not keeps_fp8_cache and facts.get(_CACHE_DTYPE, "auto") != "auto":
         settings[_CACHE_DTYPE] = ("auto", "vLLM's kernels for this processor support no other")
     if is_recurrent:
