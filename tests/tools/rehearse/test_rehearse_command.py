@@ -14,27 +14,13 @@ from nemo_geomask.cli import main
 from nemo_geomask.tools.rehearse import rehearsal as rehearsing
 from nemo_geomask.tools.rehearse import rehearsed_run
 from nemo_geomask.tools.rehearse.event_log import Events
+from tests.tools.rehearse.base_recipe import BASE
 from tests.tools.rehearse.made_records import write_record
 
 pytest.importorskip("hydra", reason="overrides are Hydra's")
 
-RECIPE = """
-grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4, max_num_steps: 100}
-loss_fn: {name: clipped_pg, ratio_clip_max: 0.3}
-policy:
-  model_name: Qwen/Qwen3-0.6B
-  tokenizer: {name: "${policy.model_name}"}
-  train_global_batch_size: 32
-  train_micro_batch_size: 4
-  max_total_sequence_length: 512
-  dtensor_cfg: {enabled: true}
-  generation: {backend: vllm, max_new_tokens: 512, vllm_cfg: {precision: bfloat16, max_model_len: 512}}
-data: {train: {dataset_name: x}}
-logger: {log_dir: logs}
-cluster: {gpus_per_node: 1, num_nodes: 1}
-"""
-
-RECIPE_FILE, CHECKPOINTS = "recipe.yaml", ("++checkpointing.enabled=true",)
+RECIPE = BASE.replace("context_parallel_size: 2", "context_parallel_size: 1")  # packed rows have none
+RECIPE_FILE = "recipe.yaml"
 
 
 @pytest.fixture
@@ -66,7 +52,7 @@ def runs(checkout, made, monkeypatch):
         events = Events(log.parent / "events.jsonl")
         events("end", stage="start")
         worker = {"pid": 7, "host": "h", "python": "p", "file": "f"}
-        name = next((word.partition("=")[2] for word in command if word.startswith("loss_fn.name=")), "clipped_pg")
+        name = next((word.partition("=")[2] for word in command if word.startswith("loss_fn.name=")), "gspo")
         ours = f"PolicyLoss(name={name!r})"
         loss = ours if any(word.startswith("++loss_fn.record") for word in command) else "ClippedPGLossFn"
         events("worker_counts", step=0, workers=[{**worker, "calls": {}, "refits": 0, "weights": [0.0, 1.0]}])
@@ -104,7 +90,7 @@ def test_a_run_is_reported(runs, checkout, tmp_path, capsys):
     assert environment["NEMO_RL_ROOT"] == str(checkout)
     assert [path.name for path in site] == ["sitecustomize.py"]
     out, err = capsys.readouterr()
-    assert "the loss that trained, by the workers: PolicyLoss(name='clipped_pg'), called 8 times" in out
+    assert "the loss that trained, by the workers: PolicyLoss(name='gspo'), called 8 times" in out
     assert "rehearse: step 2 of 2: loss 0.5\n" in err
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert found["ok"] is True
@@ -224,9 +210,13 @@ def test_an_earlier_rehearsal_is_replaced_once_this_one_is_planned(runs, tmp_pat
     [
         ([RECIPE_FILE, "policy.model_name=acme/one"], 2, "policy.model_name: acme/one is no folder with a config.json"),
         ([RECIPE_FILE, "grpo.seeed=1"], 2, "grpo.seeed"),
-        ([RECIPE_FILE, "--resume"], 2, "checkpointing.enabled: --resume needs a checkpoint"),
+        (
+            [RECIPE_FILE, "checkpointing.enabled=false", "--resume"],
+            2,
+            "--resume needs a checkpoint",
+        ),
         (["--resume", RECIPE_FILE], 2, "'recipe.yaml' is not key.path=value; a recipe comes before --resume"),
-        ([RECIPE_FILE, *CHECKPOINTS, "--resume", "loss_fn.ratio_clip_max=-1"], 1, "loss_fn.ratio_clip_max"),
+        ([RECIPE_FILE, "--resume", "loss_fn.ratio_clip_max=-1"], 1, "loss_fn.ratio_clip_max"),
         ([RECIPE_FILE, "--steps", "0"], 2, "above 0"),
         ([RECIPE_FILE, "--timeout", "nan"], 2, "above 0"),
     ],
@@ -252,7 +242,7 @@ def test_without_nemo_rl(checkout, monkeypatch, capsys):
 
 
 def test_the_last_step_is_resumed_from_the_one_before_with_its_samples(runs, tmp_path, capsys):
-    asked = ["recipe.yaml", "++checkpointing.enabled=true", "--steps", "2", "--resume", "--json", "found.json"]
+    asked = ["recipe.yaml", "--steps", "2", "--resume", "--json", "found.json"]
     assert main(["rehearse", *asked]) == 0
     assert len(runs) == 2
     for command, *_ in runs:
@@ -274,7 +264,7 @@ def test_the_last_step_is_resumed_from_the_one_before_with_its_samples(runs, tmp
 
 def test_a_checkpoint_that_was_not_kept_leaves_the_report(runs, made, capsys):
     made.kept.remove(1)
-    assert main(["rehearse", "recipe.yaml", "++checkpointing.enabled=true", "--steps", "2", "--resume"]) == 1
+    assert main(["rehearse", "recipe.yaml", "--steps", "2", "--resume"]) == 1
     assert len(runs) == 1
     out = capsys.readouterr().out
     assert "the loss that trained" in out
@@ -283,14 +273,14 @@ def test_a_checkpoint_that_was_not_kept_leaves_the_report(runs, made, capsys):
 
 
 def test_it_is_resumed_under_another_loss(runs, tmp_path, capsys):
-    changed = ["--resume", "loss_fn.name=gspo", "--json", "found.json"]
-    assert main(["rehearse", "recipe.yaml", "++checkpointing.enabled=true", "--steps", "2", *changed]) == 0
+    changed = ["--resume", "loss_fn.name=clipped_pg", "--json", "found.json"]
+    assert main(["rehearse", "recipe.yaml", "--steps", "2", *changed]) == 0
     (first, *_), (resumed, *_) = runs
-    assert "loss_fn.name=gspo" not in first
-    assert "loss_fn.name=gspo" in resumed
+    assert "loss_fn.name=clipped_pg" not in first
+    assert "loss_fn.name=clipped_pg" in resumed
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["resumed"]
-    assert list(found["loss"]) == ["PolicyLoss(name='gspo')"]
-    assert "resumed from the checkpoint before it under loss_fn.name=gspo:" in capsys.readouterr().out
+    assert list(found["loss"]) == ["PolicyLoss(name='clipped_pg')"]
+    assert "resumed from the checkpoint before it under loss_fn.name=clipped_pg:" in capsys.readouterr().out
 
 
 def test_a_dry_run_prints_the_plan_and_touches_nothing(runs, tmp_path, capsys):
@@ -303,7 +293,7 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(runs, tmp_path, capsys):
     assert max(map(len, out.splitlines())) < 400
     assert main(["rehearse", "recipe.yaml", "--dry-run", "--json", "-"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert {"key": "grpo.num_prompts_per_step", "was": 8, "value": 4, "why": None} in report["changes"]
+    assert {"key": "grpo.num_prompts_per_step", "was": 64, "value": 4, "why": None} in report["changes"]
     assert "++grpo.max_num_steps=3" in report["command"]
     assert "nemo_geomask.tools.rehearse.driver" in report["command"]
     assert runs == []
@@ -313,7 +303,7 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(runs, tmp_path, capsys):
 
 def test_records_stay_in_the_rehearsals_folders(runs, tmp_path):
     record = "++loss_fn.record={dir: /data/production/records, every: 10}"
-    command = ["rehearse", "recipe.yaml", record, "++checkpointing.enabled=true", "--steps", "2", "--resume"]
+    command = ["rehearse", "recipe.yaml", record, "--steps", "2", "--resume"]
     assert main(command) == 0
     out = tmp_path / "results" / "rehearsal" / "recipe"
     for (arguments, *_), folder in zip(runs, (out, out / "resumed"), strict=True):
