@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 
@@ -106,48 +105,13 @@ def test_states_that_a_trainer_does_not_have_are_refused(inputs):
         split_conv_scan(zxbcdt, *rest, 4, headdim=WIDTH, ngroups=GROUPS, return_final_states=True)
 
 
-@pytest.mark.slow
-def test_the_scan_is_that_of_transformers():
-    """``NemotronHMamba2Mixer`` without kernels, the same arithmetic by another hand."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.NemotronHConfig(
-        vocab_size=16,
-        hidden_size=16,
-        layers_block_type=["mamba"],
-        mamba_num_heads=4,
-        mamba_head_dim=4,
-        n_groups=2,
-        ssm_state_size=8,
-        chunk_size=16,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        time_step_limit=(0.0, 1e9),
-    )
-    modeling = importlib.import_module("transformers.models.nemotron_h.modeling_nemotron_h")
-    torch.manual_seed(0)
-    mixer = modeling.NemotronHMamba2Mixer(config, layer_idx=0)
-    for parameter in mixer.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    hidden = torch.randn(2, 7, 16)
-    with torch.no_grad():
-        expected = mixer(hidden)
-        y = split_conv_scan(
-            mixer.in_proj(hidden),
-            mixer.conv1d.weight[:, 0],
-            mixer.conv1d.bias,
-            mixer.dt_bias,
-            -mixer.A_log.exp(),
-            mixer.D,
-            4,
-            rmsnorm_weight=mixer.norm.weight,
-            rmsnorm_eps=config.layer_norm_epsilon,
-            outproj_weight=mixer.out_proj.weight,
-            headdim=4,
-            ngroups=2,
-            norm_before_gate=False,
-        )
-    assert torch.allclose(y, expected, atol=1e-4)
+def test_norm_and_projection_come_after_the_gate(inputs):
+    """As in Nemotron's layers, which pass both to the kernel."""
+    norm, projection = tensors((HEADS * WIDTH,), (3, HEADS * WIDTH), seed=1)
+    sizes = {"headdim": WIDTH, "ngroups": GROUPS}
+    layer = {"rmsnorm_weight": norm, "outproj_weight": projection, "norm_before_gate": False}
+    normed = gated_norm(split_conv_scan(*inputs, 4, **sizes), norm, eps=1e-6, group_size=HEADS * WIDTH // GROUPS)
+    assert torch.allclose(split_conv_scan(*inputs, 4, **sizes, **layer), normed @ projection.T, rtol=1e-4, atol=1e-5)
 
 
 def test_the_packages_are_there_once_registered():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import yaml
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.check import Layout, RecipeFacts, layout_of
+from nemo_geomask.tools.rehearse.launch_environment import has_automodel
 from nemo_geomask.tools.rehearse.plan import PlanOptions, plan
 from nemo_geomask.tools.rehearse.refusals import errors_of
 from nemo_geomask.tools.rehearse.setting_changes import Change
@@ -330,3 +332,15 @@ def test_a_config_json_says_whether_layers_are_recurrent(planned, tmp_path, conf
     (tmp_path / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     _, shrunk = planned(f"policy.model_name={tmp_path / 'model'}")
     assert shrunk.get("policy.generation.vllm_cfg.enable_prefix_caching") is caching
+
+
+def test_automodel_is_there_if_it_is_installed_or_fetched_into_the_checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "nemo_automodel" else None)
+    assert has_automodel(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not has_automodel(tmp_path)
+    place = tmp_path / "3rdparty" / "Automodel-workspace" / "Automodel"
+    place.mkdir(parents=True)
+    assert not has_automodel(tmp_path)  # a submodule that was not fetched
+    (place / "nemo_automodel").mkdir()
+    assert has_automodel(tmp_path)

@@ -64,6 +64,7 @@ def begun(recipe, tmp_path, monkeypatch):
             **how,
         )
         made.begin()
+        make.events("worker_counts", **{key: value for key, value in proof(0).items() if key != "kind"})
         make.records, make.stopped = tmp_path / "out" / "records", stopped
         return made
 
@@ -82,14 +83,8 @@ def begun(recipe, tmp_path, monkeypatch):
     patch.undo_all()
 
 
-def start(begun, **how):
-    made = begun(**how)
-    begun.events("worker_counts", **{key: value for key, value in proof(0).items() if key != "kind"})
-    return made
-
-
 def test_a_healthy_run_goes_on_without_a_trace(begun, capsys):
-    start(begun)
+    begun()
     assert Host.log() == "observed"
     begun.step(1)
     assert (Host.log(), begun.stopped) == ("observed", [])
@@ -103,7 +98,7 @@ def test_a_healthy_run_goes_on_without_a_trace(begun, capsys):
 
 
 def test_it_may_stop_in_any_case(begun):
-    start(begun, steps=1, always_stops=True)
+    begun(steps=1, always_stops=True)
     with pytest.raises(SystemExit) as end:
         begun.step(1)
     assert end.value.code == 0
@@ -120,7 +115,7 @@ def test_it_may_stop_in_any_case(begun):
     ],
 )
 def test_a_fault_stops_the_run_with_its_reason(begun, capsys, planted, reason):
-    start(begun, steps=1)
+    begun(steps=1)
     with pytest.raises(SystemExit) as end:
         begun.step(1, **planted)
     assert end.value.code == 1
@@ -134,7 +129,6 @@ def test_a_fault_stops_the_run_with_its_reason(begun, capsys, planted, reason):
 def test_records_of_the_recipe_go_on(begun, tmp_path):
     made = begun(steps=1, overrides=[f"++loss_fn.record={{dir:'{tmp_path / 'out' / 'records'}'}}"])
     assert made.overrides == ()
-    begun.events("worker_counts", **{key: value for key, value in proof(0).items() if key != "kind"})
     begun.step(1)
     assert begun.stopped == ["workers"]
 
@@ -159,7 +153,7 @@ def test_fixed_prompts_are_read_in_order(begun, recipe, tmp_path):
 
 
 def test_a_run_that_ends_too_early_is_not_judged(begun, capsys):
-    made = start(begun)
+    made = begun()
     begun.step(1)
     with pytest.raises(SystemExit):
         made.require_verdict()

@@ -1,4 +1,4 @@
-"""Checksums of weights on both sides of a refit, over names and layouts as NeMo-RL and vLLM have them."""
+"""Sums in workers: of weights on both sides of a refit, as NeMo-RL and vLLM name and lay them out, and of losses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_geomask.tools.rehearse import weight_groups, weight_sums
+from nemo_geomask.tools.rehearse import weight_groups, weight_sums, worker_counts
 
 SHAPES = {
     "model.embed_tokens.weight": (32, 8),
@@ -285,3 +285,12 @@ def test_an_asynchronous_engine_answers_on_its_own_loop(weights):
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+def test_the_losses_of_a_process_are_summed():
+    before = worker_counts.read_counts(SimpleNamespace())["losses"]
+    loss = worker_counts.counted(lambda value: (torch.tensor(value), {}))
+    for value in (0.25, -1.0):
+        loss(value)
+    after = worker_counts.read_counts(SimpleNamespace())["losses"]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [-0.75, 1.25]
