@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,6 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-@contextlib.contextmanager
 def hosted_job(
     recipe: str | Path,
     overrides: Sequence[str],
@@ -57,8 +56,10 @@ def hosted_job(
     folder: Path,
     settings: Mapping[str, Any],
     ranks: int = 1,
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Start NeMo-RL's driver for a small version of a recipe, with a job in place of training; end it with the block.
+) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    """Return the process of NeMo-RL's driver for a small version of a recipe, with a job in place of training.
+
+    It is started and ended with the context.
 
     Args:
         function: ``module:function`` that is called in place of training, with the arguments of NeMo-RL's training
@@ -77,8 +78,7 @@ def hosted_job(
     make_empty(folder)
     changes = [Change(key, value, was=planned.value(key)) for key, value in settings.items()]
     more = [override for change in changes for override in change.overrides]
-    with driver(planned, more, job=(function, str(file))) as process:
-        yield process
+    return driver(planned, more, job=(function, str(file)))
 
 
 def values_in_force(

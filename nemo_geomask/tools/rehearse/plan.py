@@ -12,7 +12,7 @@ from nemo_geomask.tools.check import Layout, RecipeFacts, layout_keys, layout_of
 from nemo_geomask.tools.rehearse.batch_sizes import batch_sizes, learning_rate, rollouts_of, sequence_length
 from nemo_geomask.tools.rehearse.refusals import model_refusals, recipe_refusals
 from nemo_geomask.tools.rehearse.setting_changes import GENERATION_PRECISION, Change, cpu_changes, is_colocated
-from nemo_geomask.tools.rehearse.tiny_models import TinyModel, tiny_model
+from nemo_geomask.tools.rehearse.tiny_models import PROMPT_FORMAT, TinyModel, tiny_model
 from nemo_geomask.yaml_text import inline_yaml
 
 TEACHER = Path("teacher", "model")
@@ -174,10 +174,8 @@ def _model_and_data(facts: RecipeFacts, folder: Path, options: PlanOptions) -> I
     if options.own_environment:
         return
     train = {
-        "dataset_name": "ResponseDataset",
+        **PROMPT_FORMAT,
         "data_path": str(folder / "prompts.jsonl"),
-        "input_key": "input",
-        "output_key": "output",
         "prompt_file": None,
         "system_prompt_file": None,
         "processor": "math_hf_data_processor",

@@ -31,6 +31,7 @@ from nemo_geomask.tools.rehearse.rehearsal import check_output_folder
 from nemo_geomask.tools.rehearse.run_outcome import RunResult, outcome_of
 from nemo_geomask.tools.rehearse.run_report import run_lines, verdict_lines
 from nemo_geomask.tools.rehearse.setting_changes import Change
+from nemo_geomask.tools.rehearse.tiny_models import PROMPT_FORMAT
 from nemo_geomask.tools.shared.usual_mismatch import precisions
 
 _FORMAT = ("prompt_file", "system_prompt_file", "processor", "env_name")  # of a data set: its template and reward
@@ -199,12 +200,7 @@ def _check_prompts(prompts: Path, needed: int) -> None:
 def _read_from(prompts: Path, facts: RecipeFacts) -> list[Change]:
     """Return the changes by which NeMo-RL takes its prompts, in order, from a file; it formats them as the recipe's."""
     recipe = facts.get("data.train")
-    train: dict[str, Any] = {
-        "dataset_name": "ResponseDataset",
-        "data_path": str(prompts),
-        "input_key": "input",
-        "output_key": "output",
-    }
+    train: dict[str, Any] = {**PROMPT_FORMAT, "data_path": str(prompts)}
     # Also those that are null: the recipe then overrides data.default.
     train |= {key: recipe[key] for key in _FORMAT if isinstance(recipe, Mapping) and key in recipe}
     values: dict[str, Any] = {"data.train": {**train, "split_validation_size": 0}, "data.shuffle": False}

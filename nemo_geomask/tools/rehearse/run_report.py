@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult, Stage
 from nemo_geomask.tools.rehearse.weight_conditions import precision_notes
+from nemo_geomask.tools.shared.terminal_tables import format_table
 
 SHOWN = (
     *("loss", "grad_norm", "reward", "gen_kl_error", "token_mult_prob_error", "probs_ratio"),
@@ -108,8 +109,7 @@ def _metrics(outcome: RunResult) -> Iterator[str]:
         yield "no step was logged"
         return
     steps = sorted(outcome.metrics)
-    yield f"  {'':<24}" + "".join(f"{f'step {step}':>14}" for step in steps)
-    for name in SHOWN:
-        if any(name in outcome.metrics[step] for step in steps):
-            cells = (outcome.metrics[step].get(name) for step in steps)
-            yield f"  {name:<24}" + "".join(f"{'' if value is None else f'{value:.6g}':>14}" for value in cells)
+    shown = [name for name in SHOWN if any(name in outcome.metrics[step] for step in steps)]
+    values = {name: [outcome.metrics[step].get(name) for step in steps] for name in shown}
+    rows = [[name, *(None if value is None else f"{value:.6g}" for value in row)] for name, row in values.items()]
+    yield format_table(("", *(f"step {step}" for step in steps)), rows, indent=2)

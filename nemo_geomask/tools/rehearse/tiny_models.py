@@ -302,8 +302,12 @@ def _tokenizer() -> Any:
     return tokenizer
 
 
+PROMPT_FORMAT = {"dataset_name": "ResponseDataset", "input_key": "input", "output_key": "output"}
+"""NeMo-RL's settings of a data set whose file has an object with ``input`` and ``output`` in each line."""
+
+
 def write_prompts(path: Path, rows: int = 256) -> None:
-    """Write distinct prompts of three words each, as NeMo-RL's ``ResponseDataset`` reads them."""
+    """Write distinct prompts of three words each, in :data:`PROMPT_FORMAT`."""
     prompts = (f"w{2 + row % 30} w{2 + row % 29} w{2 + row % 7}" for row in range(rows))
     lines = (json.dumps({"input": prompt, "output": "w2"}) for prompt in prompts)
     path.parent.mkdir(parents=True, exist_ok=True)
