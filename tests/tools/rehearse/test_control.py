@@ -24,22 +24,17 @@ def facts(tmp_path):
     return make
 
 
+CORRECTED = "name: gspo, token_level_loss: false, use_importance_sampling_correction: true"
+
+
 @pytest.mark.parametrize(
     ("block", "found"),
     [
         ("{name: clipped_pg, ratio_clip_c: 3.0}", ()),
         ("{name: clipped_pg, logprob_backend: geomask, compile: true}", ()),
         ("{name: gspo, token_level_loss: false, reference_policy_kl_penalty: 0.0}", ()),
-        (
-            "{name: gspo, token_level_loss: false, use_importance_sampling_correction: true,"
-            " is_correction_level: sequence}",
-            (),
-        ),
-        (
-            "{name: gspo, token_level_loss: false, use_importance_sampling_correction: true,"
-            " is_correction_level: sequence_mean}",
-            ("loss_fn.is_correction_level: sequence_mean",),
-        ),
+        (f"{{{CORRECTED}, is_correction_level: sequence}}", ()),
+        (f"{{{CORRECTED}, is_correction_level: sequence_mean}}", ("loss_fn.is_correction_level: sequence_mean",)),
         ("{name: clipped_pg, nonfinite: drop_token, metrics: nemo_rl}", ()),
         ("{name: gmpo}", ("loss_fn.name: gmpo",)),
         ("{name: clipped_pg, reference_policy_kl_type: k4}", ("loss_fn.reference_policy_kl_type: k4",)),

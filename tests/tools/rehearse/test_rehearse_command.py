@@ -210,11 +210,7 @@ def test_an_earlier_rehearsal_is_replaced_once_this_one_is_planned(runs, tmp_pat
     [
         ([RECIPE_FILE, "policy.model_name=acme/one"], 2, "policy.model_name: acme/one is no folder with a config.json"),
         ([RECIPE_FILE, "grpo.seeed=1"], 2, "grpo.seeed"),
-        (
-            [RECIPE_FILE, "checkpointing.enabled=false", "--resume"],
-            2,
-            "--resume needs a checkpoint",
-        ),
+        ([RECIPE_FILE, "checkpointing.enabled=false", "--resume"], 2, "--resume needs a checkpoint"),
         (["--resume", RECIPE_FILE], 2, "'recipe.yaml' is not key.path=value; a recipe comes before --resume"),
         ([RECIPE_FILE, "--resume", "loss_fn.ratio_clip_max=-1"], 1, "loss_fn.ratio_clip_max"),
         ([RECIPE_FILE, "--steps", "0"], 2, "above 0"),
