@@ -155,7 +155,7 @@ class StartExpressions(StartSections):
             case SourceObject() as instance:
                 found = instance.attributes.get(name)
                 return found or self.member(instance.of, name, owner)
-            case SourceClass() | SourceFunction() if name in ("options", "remote"):  # of Ray
+            case SourceClass() | SourceFunction() if name == "remote":
                 return owner
             case SourceClass() as of:
                 return self.member(of, name, owner)
@@ -285,6 +285,8 @@ class StartExpressions(StartSections):
                 of = self.named(path.value).value
                 # What the worker gets there is unknown.
                 return self.make(of, others, named, elsewhere=True) if isinstance(of, SourceClass) else UNKNOWN
+            case ("options", _) if isinstance(owner.value, SourceClass | SourceFunction):  # of Ray
+                return owner
             case ("get_object", [path]):
                 return self.named(path.value)
             case ("submit", [Traced(SourceFunction() as function), *others]):

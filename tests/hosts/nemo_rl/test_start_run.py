@@ -19,7 +19,7 @@ MODULE = """
 import os
 from typing import Annotated, Literal, NotRequired, TypedDict, Union
 
-from nemo_rl.distributed.workers import RayWorkerBuilder, Cluster
+from nemo_rl.distributed.workers import RayWorkerBuilder, Cluster, Strict
 from nemo_rl.utils.logger import Logger
 from pydantic import BaseModel, Field, model_validator
 from somewhere_else import probe
@@ -178,6 +178,11 @@ REFUSED = [
     ("assert Cluster([2] * policy['batch']).world_size() % 3 == 0, 'world'", ["policy.batch"], "world"),
     (
         "RayWorkerBuilder('nemo_rl.distributed.workers.Strict', {**policy, 'batch': policy['batch'] + 1})",
+        ["policy.batch"],
+        "batch must be even",
+    ),
+    (
+        "Strict.options(name='x').remote({**policy, 'batch': policy['batch'] + 1})",
         ["policy.batch"],
         "batch must be even",
     ),
