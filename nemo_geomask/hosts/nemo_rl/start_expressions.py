@@ -35,8 +35,6 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{each.__name__: each for each in (abs, all, any, bool, float, int, len, list, max, min, range, round)},
     **{each.__name__: each for each in (set, sorted, str, sum, tuple)},
     **{f"math.{each.__name__}": each for each in (math.ceil, math.floor, math.gcd, math.prod)},
-    "enumerate": lambda items: list(enumerate(items)),
-    "zip": lambda *items: list(zip(*items, strict=False)),
 }
 _TYPES = {each.__name__: each for each in (str, int, float, bool, list, tuple, dict)} | {"Mapping": dict, "Dict": dict}
 _METHODS = {
@@ -313,6 +311,12 @@ class StartExpressions(StartSections):
                 if name == "dict"
                 else self._size(section, bool if name == "bool" else len)
             )
+        if name in ("zip", "enumerate", "len"):
+            columns = [items for each in arguments if (items := self.items(each)) is not None]
+            if len(columns) == len(arguments) > 0:
+                counts = [[Traced(index) for index in range(len(columns[0]))]] if name == "enumerate" else []
+                rows = [*zip(*counts, *columns, strict=False)]
+                return Traced(len(rows) if name == "len" else rows, keys_of(*arguments))
         if name in _FUNCTIONS:
             return UNKNOWN if named else self._apply(_FUNCTIONS[name], arguments)
         if isinstance(owner.value, tuple(_METHODS)):

@@ -78,8 +78,9 @@ class StartSections(ABC):
         declaration = self._declaration(of, name) if of else None
         if name in section:
             found: Traced = section[name]
-            if isinstance(found.value, RecipeSection) and found.value.declared_by is None and declaration:
-                found.value.declared_by = self._class_named_in(declaration[0].annotation, declaration[1], found.value)
+            for inner in found.value if isinstance(found.value, list) else [found.value]:
+                if isinstance(inner, RecipeSection) and inner.declared_by is None and declaration:
+                    inner.declared_by = self._class_named_in(declaration[0].annotation, declaration[1], inner)
             return found
         if section.is_open:
             return UNKNOWN

@@ -46,7 +46,15 @@ class Windowed(BaseModel):
         return self
 
 
+class Item(BaseModel):
+    size: int = 3
+
+    def doubled(self):
+        return self.size * 2
+
+
 class GRPOConfig(BaseModel):
+    items: list[Item]
     steps: int = 10
     prompts: int
     shaping: Shaping = Field(default_factory=Shaping)
@@ -111,7 +119,10 @@ class Strict:
     def __init__(self, config):
         assert config["batch"] % 2 == 0, "batch must be even"
 """
-RECIPE = {"grpo": {"prompts": 4}, "policy": {"batch": 8, "kind": "good", "gym": False, "list": [1, 2]}}
+RECIPE = {
+    "grpo": {"prompts": 4, "items": [{"size": 2}, {}]},
+    "policy": {"batch": 8, "kind": "good", "gym": False, "list": [1, 2]},
+}
 
 
 @pytest.fixture
@@ -173,6 +184,17 @@ REFUSED = [
         "many = []\nfor each in policy['list']:\n    many.append(each)\nassert len(many) == 3, 'many'",
         ["policy.list"],
         "many",
+    ),
+    (
+        "assert sum(each.doubled() for each in grpo.items) == 9, 'sum'",
+        ["grpo.items[0].size", "grpo.items[1].size"],
+        "sum",
+    ),
+    (
+        "pair = [Loss(policy), Loss(policy)]\n"
+        "for i, (_, b) in enumerate(zip(pair, policy['list'])):\n    assert b < 2, str(i)",
+        ["policy.list"],
+        "1",
     ),
     ("a, b = policy['list']\nassert a == b, 'pair'", ["policy.list"], "pair"),
     ("assert Cluster([2] * policy['batch']).world_size() % 3 == 0, 'world'", ["policy.batch"], "world"),
