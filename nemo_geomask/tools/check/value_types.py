@@ -113,9 +113,17 @@ def mismatches(expected: ValueType, value: Any, key: str) -> Iterator[RefusedVal
             by_member = [list(mismatches(member, value, key)) for member in _candidates(expected, value)]
             if all(by_member):
                 if len(by_member) == 1 or (by_member and isinstance(value, Mapping | list)):
-                    yield from min(by_member, key=len)
+                    yield from _of_all(by_member) or min(by_member, key=len)
                 else:
                     yield RefusedValue(key, _describe(expected))
+
+
+def _of_all(by_member: list[list[RefusedValue]]) -> list[RefusedValue]:
+    """Return what every member of a union refuses, such as a name that each takes for its own word alone."""
+    expected = [{each.key: each for each in refused} for refused in by_member]
+    common = [key for key in expected[0] if len(by_member) > 1 and all(key in each for each in expected)]
+    words = {key: dict.fromkeys(each[key].expected for each in expected) for key in common}
+    return [expected[0][key]._replace(expected=" or ".join(words[key])) for key in common[:1]]
 
 
 def _describe(expected: ValueType) -> str:

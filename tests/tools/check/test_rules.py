@@ -50,6 +50,7 @@ from tests.tools.check.rule_cases import (
     TOP_P,
     TP,
     TRAINED,
+    TYPED,
     V2,
     changed,
 )
@@ -275,6 +276,13 @@ def test_a_refusal_of_the_source_is_told_in_its_words_with_a_way_out_that_was_tr
     assert hit.fix == fix
     assert words in hit.message
     assert "(examples/run_grpo.py:" in hit.message
+
+
+def test_of_several_classes_the_words_of_all_are_named(findings):
+    (hit,) = (
+        each for each in findings({"policy.dtensor_cfg": {"enabled": "maybe"}, **TYPED}) if each.rule.id == "GM008"
+    )
+    assert "takes true or false at this place" in hit.message
 
 
 def test_a_bound_of_zero_is_not_copied_to_what_exceeds_it(findings):
