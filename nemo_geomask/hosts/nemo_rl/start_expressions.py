@@ -111,13 +111,16 @@ class StartExpressions(StartSections):
             case ast.NamedExpr(target, inner):
                 self.assign(target, result := self.value(inner, names), names)
                 return result
-            case ast.Await(inner) | ast.FormattedValue(inner):
+            case ast.Await(inner):
                 return self.value(inner, names)
+            case ast.FormattedValue(inner, conversion):
+                shown = self.value(inner, names)
+                return Traced((repr if conversion == ord("r") else str)(_plain(shown.value)), shown.keys)
             case ast.Lambda():
                 return Traced(SourceFunction(node, names))
             case ast.JoinedStr(parts):
                 words = [self.value(each, names) for each in parts]
-                return Traced("".join(str(_plain(each.value)) for each in words), keys_of(*words))
+                return Traced("".join(str(each.value) for each in words), keys_of(*words))
             case ast.List(items) | ast.Tuple(items) | ast.Set(items):
                 return self._collection(type(node), [self.value(each, names) for each in items], items)
             case ast.Dict(keys, items):
