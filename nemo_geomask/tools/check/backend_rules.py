@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
@@ -53,6 +54,9 @@ def _learning_rate_of_the_other(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+_FAMILY = re.compile(r"qwen|llama|gemma|phi-?\d|mi[sx]tral|glm|gpt-oss|nemotron|deepseek|kimi|minimax|olmo|granite")
+
+
 @rule("GM224", "warning", "NeMo-RL `get_tokenizer`", needs_loss=False, applies_to_lab=False)
 def _tokenizer_of_another_model(facts: RecipeFacts) -> Iterator[Hit]:
     """Tokenizer of another model."""
@@ -60,11 +64,13 @@ def _tokenizer_of_another_model(facts: RecipeFacts) -> Iterator[Hit]:
     model, tokenizer = facts.get(model_key), facts.get(key)
     if not isinstance(model, str) or not isinstance(tokenizer, str) or model == tokenizer:
         return
-    # Whoever writes both in one file, or the tokenizer last, means the pair.
-    if nearest_to_user((key, model_key), facts) == model_key:
+    family, other = (set(_FAMILY.findall(name.lower())) for name in (model, tokenizer))
+    # Whoever writes both in one file, or the tokenizer last, means the pair, if it can be one.
+    is_inherited = nearest_to_user((key, model_key), facts) == model_key
+    if is_inherited or (family and other and not family & other):
         yield Hit(
             key,
-            f"{tokenizer} is inherited, but the recipe sets {model_key}: {model}, so ids of one vocabulary go "
-            "to a model with another",
+            f"{tokenizer} is {'inherited' if is_inherited else 'of another family'}, but the recipe sets {model_key}: "
+            f"{model}, so ids of one vocabulary go to a model with another",
             fix={key: "${policy.model_name}"},
         )

@@ -13,7 +13,7 @@ from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
 
 _COLOCATED = "policy.generation.colocated"
-_VLLM = "policy.generation.vllm_cfg"
+_MCORE, _VLLM = "policy.generation.mcore_generation_config", "policy.generation.vllm_cfg"
 _BATCH, _MICROBATCH = "policy.train_global_batch_size", "policy.train_micro_batch_size"
 _MAX_SIZES = 10**6  # of batches that are tried
 
@@ -70,7 +70,9 @@ def _sampling_gpus(facts: RecipeFacts) -> int | None:
 
 @rule("GM329", "error", "NeMo-RL `VllmGeneration.__init__`", needs_loss=False, applies_to_lab=False)
 def _vllm_sizes(facts: RecipeFacts) -> Iterator[Hit]:
-    """vLLM's parallel sizes that do not fit each other or the GPUs."""
+    """Sampler's parallel sizes that do not fit each other or the GPUs."""
+    if facts.get("policy.generation.backend") == "megatron":
+        yield from _megatron_sizes(facts)
     if not facts.uses_vllm:
         return
     tp, pp, ep = (facts.size(f"{_VLLM}.{axis}_parallel_size") for axis in ("tensor", "pipeline", "expert"))
@@ -95,6 +97,17 @@ def _vllm_sizes(facts: RecipeFacts) -> Iterator[Hit]:
             "support with async_engine: true",
             fix={f"{_VLLM}.expert_parallel_size": tp},
         )
+
+
+def _megatron_sizes(facts: RecipeFacts) -> Iterator[Hit]:
+    """Yield hits of a layout of Megatron's for generation that does not fit the GPUs that sample."""
+    gpus, own, section = _sampling_gpus(facts) or 0, facts.get(_MCORE) or {}, "policy.megatron_cfg"
+    for axes in (("tensor_model", "pipeline_model"), ("expert_model", "expert_tensor", "pipeline_model")):
+        names = [f"{axis}_parallel_size" for axis in axes]
+        sizes = {name: facts.size(f"{_MCORE if name in own else section}.{name}") for name in names}
+        if (key := next((name for name in names if name in own), None)) and gpus % math.prod(sizes.values()):
+            factors = " x ".join(f"{name} ({size})" for name, size in sizes.items())
+            yield Hit(f"{_MCORE}.{key}", f"{factors} does not divide the {gpus} GPUs that sample; change one of them")
 
 
 @rule(

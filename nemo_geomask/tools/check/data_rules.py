@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.hosts.nemo_rl.source_words import is_in_source, words_in_source
+from nemo_geomask.recipe.input_limits import read_text
 from nemo_geomask.tools.check.config_classes import dataset_arguments, environment_text
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
@@ -114,12 +115,42 @@ def _reward_without_weight(facts: RecipeFacts) -> Iterator[Hit]:
 def _missing_prompt_file(facts: RecipeFacts) -> Iterator[Hit]:
     """File of a prompt that does not exist."""
     assert facts.nemo_rl is not None
-    places = [Path(), facts.nemo_rl, facts.recipe.path.parent]
     for key, _ in user_keys(facts):
         value = facts.get(key)
         is_file = re.fullmatch(r"data\..*prompt_file", key) and isinstance(value, str) and value.startswith("examples/")
-        if is_file and not any((place / value).is_file() for place in places):
+        if is_file and not any((place / value).is_file() for place in _places(facts)):
             yield Hit(key, f"{value}: neither this folder nor the NeMo-RL in {facts.nemo_rl} has this file")
+
+
+_ANSWERS = (
+    ("Answer:", "dapo_math_verify", "english_multichoice", "multilingual_multichoice"),
+    ("<answer>", "format", "exact_alnum", "math_expr", "bbox_giou"),
+    ("\\boxed", "geo3k"),
+)
+"""Words before an answer, and the verifiers and rewards of NeMo-RL that look for them."""
+
+
+@rule("GM231", "warning", "NeMo-RL nemo_rl/environments: dapo_math_verifier.py, rewards.py", needs_loss=False)
+def _unasked_answer(facts: RecipeFacts) -> Iterator[Hit]:
+    """Prompt that asks for another form of answer than the verifier looks for."""
+    for _, entry in _entries(facts, "train"):
+        env, files = f"env.{entry.get('env_name')}", [entry.get(f"{name}prompt_file") for name in ("", "system_")]
+        paths = [place / str(file) for file in files if file for place in _places(facts)]
+        prompt = "\n".join(read_text(path) for path in paths if path.is_file())
+        rewards = [each for each in facts.get(f"{env}.reward_functions", []) if isinstance(each, Mapping)]
+        looking = {f"{env}.reward_functions[{i}].name": each.get("name") for i, each in enumerate(rewards)}
+        looking |= {f"{env}.{name}": facts.get(f"{env}.{name}") for name in ("math_verify_impl", "verifier_type")}
+        # The questions of DAPO's data sets ask for an answer themselves, and other tags than NeMo-RL's are kwargs.
+        is_known = prompt and "DAPO" not in str(entry.get("dataset_name")) and not any("kwargs" in e for e in rewards)
+        for key, (form, *verifiers) in ((key, each) for key in looking for each in _ANSWERS if is_known):
+            if looking[key] in verifiers and form.lower() not in prompt.lower():
+                asks = f"which the prompt ({' and '.join(map(str, filter(None, files)))}) does not ask for"
+                yield Hit(key, f"{looking[key]} looks for {form}, {asks}, and right answers count as wrong")
+
+
+def _places(facts: RecipeFacts) -> list[Path]:
+    """Return the folders from which the path of a prompt's file may start."""
+    return [Path(), *([facts.nemo_rl] if facts.nemo_rl else []), facts.recipe.path.parent]
 
 
 @rule(

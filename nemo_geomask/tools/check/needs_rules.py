@@ -12,7 +12,7 @@ from typing import Any
 from nemo_geomask.hosts.nemo_rl.source_words import is_in_source
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, rule
-from nemo_geomask.tools.check.setting_author import nearest_to_user
+from nemo_geomask.tools.check.setting_author import changed_keys, nearest_to_user
 from nemo_geomask.yaml_text import as_yaml, inline_yaml
 
 _TABLE: dict[str, dict[str, Any]] = tomllib.loads(
@@ -76,7 +76,9 @@ def _meets(key: str, required: Any, facts: RecipeFacts) -> bool | None:
 def _hits(need: Mapping[str, Any], facts: RecipeFacts) -> Iterator[Hit]:
     if not all(_meets(key, required, facts) for key, required in need.get("when", {}).items()):
         return
-    missed = {key: required for key, required in need["needs"].items() if _meets(key, required, facts) is False}
+    for unread in changed_keys(need.get("unread", ()), facts):
+        yield Hit(unread, f"{as_yaml(facts.get(unread))}: {need['why']}")
+    missed = {key: required for key, required in need.get("needs", {}).items() if _meets(key, required, facts) is False}
     settings = {
         key: required for key, required in missed.items() if not isinstance(required, Mapping) or required == _NULL
     }

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from nemo_geomask.recipe import Origin
+from nemo_geomask.recipe.input_limits import load_yaml
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 
 
@@ -37,6 +41,21 @@ def user_keys(facts: RecipeFacts) -> Iterator[tuple[str, Origin]]:
             if key not in yielded:
                 yielded.add(key)
                 yield key, origin
+
+
+def changed_keys(patterns: Sequence[str], facts: RecipeFacts) -> Iterator[str]:
+    """Yield the keys of certain patterns that the user set to another value than the other files of the recipe have."""
+    own, checkout = str(facts.recipe.path.resolve()), facts.nemo_rl and facts.nemo_rl.resolve()
+    nemo_rls = own if checkout and Path(own).is_relative_to(checkout) else ""  # which the user may override
+    keys = [each for each in user_keys(facts) if any(fnmatchcase(each[0], pattern) for pattern in patterns)]
+    files = {str(path): load_yaml(text, path) for path, text in facts.recipe.files} if keys else {}
+    for key, origin in keys:
+        others = [replace(facts.recipe, data=data or {}) for path, data in files.items() if path != origin.where]
+        values = [value for each in others if (value := RecipeFacts(each, None).get(key)) is not None]
+        value, before = facts.get(key), values[-1] if values else False
+        is_changed = value not in (before, None) and not isinstance(value, Mapping) and not key.endswith(".enabled")
+        if others and is_changed and origin.where != nemo_rls:
+            yield key
 
 
 def _settings_in(key: str, value: Any) -> Iterator[str]:

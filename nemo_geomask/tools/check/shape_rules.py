@@ -86,6 +86,11 @@ def _positions(facts: RecipeFacts) -> Iterator[Hit]:
     key = "policy.generation.vllm_cfg.max_model_len"
     length, positions = facts.number(key), positions_of(str(facts.get("policy.model_name", "")))
     overrides = [facts.get(f"policy.{name}") for name in ("hf_config_overrides", "generation.vllm_kwargs.hf_overrides")]
+    scaling = "policy.hf_config_overrides.rope_scaling"
+    factor, original = (facts.number(f"{scaling}.{name}") for name in ("factor", "original_max_position_embeddings"))
+    if facts.uses_vllm and factor and original and length is not None and factor * original < length:
+        message = f"{factor:g} x {original:g} positions are fewer than {key}: {length:g}, and vLLM does not start"
+        yield Hit(f"{scaling}.factor", message, fix={f"{scaling}.factor": math.ceil(length / original)})
     if facts.uses_vllm and positions is not None and length is not None and length > positions and not any(overrides):
         model = facts.get("policy.model_name")
         yield Hit(key, f"{length:g}: {model} has {positions} positions, and vLLM does not start", fix={key: positions})

@@ -14,6 +14,7 @@ from nemo_geomask.tools.check.word_rules import nearest_word
 from nemo_geomask.yaml_text import as_yaml
 
 _METRIC = "checkpointing.metric_name"
+_LARGEST_PENALTY = 8  # in overlong_buffer_penalty, which the longest response may get
 _MAX_LEFT_OUT = 0.1  # share of the validation samples that may be left out without a warning
 
 
@@ -170,7 +171,7 @@ def _shapes_by_length(facts: RecipeFacts) -> bool:
 
 @rule("GM410", "warning", _SHAPE, applies_to_lab=False)
 def _length_penalty_out_of_reach(facts: RecipeFacts) -> Iterator[Hit]:
-    """Length penalty that no response can reach."""
+    """Length penalty that no response can reach, or without bounds."""
     section = f"{facts.algorithm}.reward_shaping"
     buffer, _, longest = (facts.number(f"{section}.{name}") for name in _SHAPING)
     context = "policy.generation.vllm_cfg.max_model_len"
@@ -189,3 +190,6 @@ def _length_penalty_out_of_reach(facts: RecipeFacts) -> Iterator[Hit]:
             f"overlong_buffer_length), but {key} limits responses to {limit:g}, so it never applies",
             fix={f"{section}.max_response_length": int(limit), **shorter},
         )
+    elif (times := 1 + (limit - longest) / buffer) > _LARGEST_PENALTY:
+        message = f"{longest:g}: the penalty has no floor; {limit:g} tokens get {times:.3g} x overlong_buffer_penalty"
+        yield Hit(f"{section}.max_response_length", message, fix={f"{section}.max_response_length": int(limit)})

@@ -260,6 +260,15 @@ ENGINE = {"sglang_server_config": {"num_gpus_per_engine": 1}}
 SAMPLER_TP = f"{VLLM}.tensor_parallel_size"
 FP8_EXPERTS = {**MOE, SAMPLER_PRECISION: "fp8", CORRECT: True}
 PER_LOADER = "data.num_prompts_per_dataloader"
+TOP_K = "distillation.topk_logits_k"
+MTP = "policy.megatron_cfg.mtp_loss_scaling_factor"
+MCORE = "policy.generation.mcore_generation_config"
+OVERRIDDEN = f"{KWARGS}.hf_overrides.x"
+TRAIN_SET = {"dataset_name": "x", "env_name": "math", "prompt_file": "examples/prompts/cot.txt"}
+VERIFIER = "env.math.math_verify_impl"
+ROPE = "policy.hf_config_overrides.rope_scaling"
+LONGEST = "grpo.reward_shaping.max_response_length"
+SAVE_BY = "checkpointing.checkpoint_must_save_by"
 CASES = {
     "GM001": [({"loss_fn.ratio_clip_mim": 0.1}, {CLIP_MIN: 0.1})],
     "GM002": [
@@ -672,8 +681,62 @@ CASES = {
         ),
         ({STOP: "accuracy", THRESHOLD_OF_STOP: 0.0}, {STOP: "accuracy", THRESHOLD_OF_STOP: 0.9}),
         ({**RANKED, "checkpointing.higher_is_better": False}, RANKED),
+        ({**DISTILLED_ON, TOP_K: 1}, {**DISTILLED_ON, TOP_K: 2}),
+        ({**DISTILLED_ON, TOP_K: 1}, {**DISTILLED_ON, TOP_K: 1, "loss_fn": {"zero_outside_topk": True}}),
+    ],
+    "GM230": [
+        ({"inherited": start, **there, key: value}, {"inherited": start, **here, key: value})
+        for start, there, here, key, value in (
+            ({TP: 1}, {}, DTENSOR, "policy.dtensor_cfg.lora_cfg.dim", 64),
+            ({BATCH: 128}, DTENSOR, {}, "policy.megatron_cfg.peft.dim", 64),
+            (
+                {"policy.megatron_cfg.mtp_loss_scaling_factor": 0.0},
+                {},
+                {MTP: 0.1},
+                "policy.megatron_cfg.mtp_num_layers",
+                1,
+            ),
+            ({BATCH: 128}, {"policy.generation.backend": "sglang"}, {}, f"{VLLM}.enforce_eager", True),
+            ({BATCH: 128}, {}, {SAMPLER_PRECISION: "fp8"}, f"{VLLM}.num_last_layers_in_bf16", 2),
+            ({BATCH: 128}, {COEFFICIENT: 0.5}, {}, "grpo.reward_shaping.overlong_buffer_penalty", 0.5),
+            ({BATCH: 128}, {"loss_fn.dynamic_loss_scaling": True}, {}, "loss_fn.kl_loss_weight", 0.5),
+            (
+                {BATCH: 128},
+                {"distillation.x": 1, "loss_fn.kl_type": "reverse"},
+                {"distillation.x": 1},
+                "loss_fn.mixed_kl_weight",
+                0.3,
+            ),
+        )
+    ]
+    + [
+        # What others wrote is not the user's mistake, nor is a recipe that inherits nothing.
+        ({"inherited": {BATCH: 128}, OVERRIDDEN: 1}, {OVERRIDDEN: 1}),
+        ({"inherited": {BATCH: 128}, OVERRIDDEN: 1}, {"inherited": {OVERRIDDEN: 1}, OVERRIDDEN: 1}),
+    ],
+    "GM231": [
+        (
+            {"data.train": TRAIN_SET, VERIFIER: "dapo_math_verify", "reads": NEWEST},
+            {"data.train": TRAIN_SET, VERIFIER: right, "reads": NEWEST},
+        )
+        for right in ("hf_math_verify", None)
+    ]
+    + [
+        (
+            {"data.train": TRAIN_SET, "env.math.reward_functions": [{"name": "format"}], "reads": NEWEST},
+            {"data.train": TRAIN_SET, "env.math.reward_functions": [{"name": "geo3k"}], "reads": NEWEST},
+        ),
+        (
+            {"data.train": TRAIN_SET, VERIFIER: "dapo_math_verify", "reads": NEWEST},
+            {
+                "data.train": {**TRAIN_SET, "prompt_file": None},
+                VERIFIER: "dapo_math_verify",
+                "reads": NEWEST,
+            },
+        ),
     ],
     "GM227": [
+        ({"env.nemo_gym.is_trajectory_collection": True}, {"env.nemo_gym.is_trajectory_collection": False}),
         (
             {ESTIMATES: LEFT_OUT, SHAPING: True, **SHAPED},
             {ESTIMATES: {**LEFT_OUT, "use_leave_one_out_baseline": False}, SHAPING: True, **SHAPED},
@@ -872,6 +935,7 @@ CASES = {
         ),
     ],
     "GM224": [
+        ({"policy.tokenizer.name": "Qwen/Qwen3-4B"}, {"policy.tokenizer.name": "x/Llama-3.1-Tulu-3-8B"}),
         ({"inherited": {"policy.tokenizer.name": "a/b"}}, {"policy.tokenizer.name": "a/b"}),
         (
             {"inherited": {"policy.tokenizer.name": "a/b"}},
@@ -1063,6 +1127,10 @@ CASES = {
     ],
     "GM411": [
         (
+            {f"{VLLM}.max_model_len": 8192, ROPE: {"factor": 2, "original_max_position_embeddings": 2048}},
+            {f"{VLLM}.max_model_len": 8192, ROPE: {"factor": 4, "original_max_position_embeddings": 2048}},
+        ),
+        (
             {MODEL: "Qwen/Qwen2.5-Math-7B-Instruct", f"{VLLM}.max_model_len": 8192},
             {MODEL: "Qwen/Qwen2.5-Math-7B-Instruct", f"{VLLM}.max_model_len": 4096},
         ),
@@ -1229,7 +1297,7 @@ CASES = {
                 (f"{VLLM}.precision", "bf16", "half"),
                 ("data.train.dataset_name", "OpenMathInstruct2", "OpenMathInstruct-2"),
                 ("data.train.dataset_name", "OpenMathInstruct2", "my_package.MyDataset"),
-                ("env.math.math_verify_impl", "hf_math", "hf_math_verify"),
+                (VERIFIER, "hf_math", "hf_math_verify"),
                 # A registry that a function adds to is open for words that resemble none of its own.
                 ("data.default.processor", "math_data_procesor", "my_own_preparation"),
                 ("policy.optimizer.name", "torch.optim.AdmW", "torch.optim.Adam"),
@@ -1288,6 +1356,13 @@ CASES = {
         ),
     ],
     "GM329": [
+        *(
+            (
+                {**CARDS, **APART, "policy.generation.backend": "megatron", f"{MCORE}.{axis}_parallel_size": 16},
+                {**CARDS, "policy.generation.backend": "megatron", f"{MCORE}.{axis}_parallel_size": 16},
+            )
+            for axis in ("tensor_model", "expert_model")
+        ),
         ({**CARDS, f"{VLLM}.tensor_parallel_size": 3}, {**CARDS, f"{VLLM}.tensor_parallel_size": 4}),
         ({**CARDS, **APART, f"{VLLM}.tensor_parallel_size": 16}, {**CARDS, f"{VLLM}.tensor_parallel_size": 16}),
         (
@@ -1377,6 +1452,7 @@ CASES = {
         ({**COPIED_EXPERTS, TP: 4, ETP: 2}, {**COPIED_EXPERTS, TP: 1}),
     ],
     "GM339": [
+        *(({SAVE_BY: wrong}, {SAVE_BY: "00:03:45:00"}) for wrong in ("03:45:00", 13500)),
         ({"eval.k_value": 8, "eval.num_tests_per_prompt": 4}, {"eval.k_value": 4, "eval.num_tests_per_prompt": 4}),
         ({"grpo.max_num_steps": 0}, {"grpo.max_num_steps": 1}),
         ({"grpo.max_num_epochs": -1}, {**ASYNC, "grpo.max_num_epochs": -1}),
@@ -1407,6 +1483,7 @@ CASES = {
         ({SHAPING: True, COEFFICIENT: 5}, {SHAPING: True, COEFFICIENT: 0.5}),
     ],
     "GM410": [
+        ({SHAPING: True, **SHAPED, LONGEST: 512}, {SHAPING: True, **SHAPED, LONGEST: 1800}),
         ({SHAPING: True, **SHAPED, RESPONSE: 1024}, {SHAPING: True, **SHAPED, RESPONSE: 1025}),
         # vLLM's context bounds a response; the trainer's length does where there is no other.
         (
