@@ -54,7 +54,8 @@ def changed_keys(patterns: Sequence[str], facts: RecipeFacts) -> Iterator[str]:
         values = [value for each in others if (value := RecipeFacts(each, None).get(key)) is not None]
         value, before = facts.get(key), values[-1] if values else False
         is_changed = value not in (before, None) and not isinstance(value, Mapping) and not key.endswith(".enabled")
-        if others and is_changed and origin.where != nemo_rls:
+        # A file may well carry a section of the other backend that is nowhere else.
+        if is_changed and origin.where != nemo_rls and (values or origin.line is None):
             yield key
 
 

@@ -685,7 +685,7 @@ CASES = {
         ({**DISTILLED_ON, TOP_K: 1}, {**DISTILLED_ON, TOP_K: 1, "loss_fn": {"zero_outside_topk": True}}),
     ],
     "GM230": [
-        ({"inherited": start, **there, key: value}, {"inherited": start, **here, key: value})
+        ({"inherited": {**start, key: 9}, **there, key: value}, {"inherited": {**start, key: 9}, **here, key: value})
         for start, there, here, key, value in (
             ({TP: 1}, {}, DTENSOR, "policy.dtensor_cfg.lora_cfg.dim", 64),
             ({BATCH: 128}, DTENSOR, {}, "policy.megatron_cfg.peft.dim", 64),
@@ -710,9 +710,9 @@ CASES = {
         )
     ]
     + [
-        # What others wrote is not the user's mistake, nor is a recipe that inherits nothing.
-        ({"inherited": {BATCH: 128}, OVERRIDDEN: 1}, {OVERRIDDEN: 1}),
-        ({"inherited": {BATCH: 128}, OVERRIDDEN: 1}, {"inherited": {OVERRIDDEN: 1}, OVERRIDDEN: 1}),
+        # What others wrote is not the user's mistake, nor is a setting that no other file has.
+        ({"inherited": {OVERRIDDEN: 2}, OVERRIDDEN: 1}, {OVERRIDDEN: 1}),
+        ({"inherited": {OVERRIDDEN: 2}, OVERRIDDEN: 1}, {"inherited": {OVERRIDDEN: 1}, OVERRIDDEN: 1}),
     ],
     "GM231": [
         (
