@@ -60,7 +60,7 @@ _OPERATORS: Mapping[type, Callable[..., Any]] = {
         *(("Is", "is_"), ("IsNot", "is_not")),
     )
 } | {ast.In: lambda item, items: item in items, ast.NotIn: lambda item, items: item not in items}
-_PASSED_ON = ("to_container", "parse_hydra_overrides", "model_validate", "model_dump", "deepcopy")
+_PASSED_ON = ("parse_hydra_overrides", "model_validate", "model_dump", "deepcopy")
 """Functions that return their first argument, or what they are a method of, as far as a refusal depends on it."""
 
 
@@ -276,7 +276,7 @@ class StartExpressions(StartSections):
         if any(isinstance(each, ast.Starred) for each in node.args):
             return UNKNOWN
         match short, arguments:
-            case ("load_config" | "MasterConfig", _):
+            case ("load_config" | "MasterConfig" | "to_container", _):
                 return self.read_recipe(self._name(short, names).value)
             case ("cast", [_, result]) | ("get", [Traced(), result]) if name in ("cast", "os.environ.get"):
                 return self.environment.get(str(arguments[0].value), result) if short == "get" else result

@@ -15,6 +15,18 @@ def main():
     config = MasterConfig(**config)
     setup(config, tokenizer=object())
 """
+FORMER_SCRIPT = """
+from nemo_rl.algorithms.grpo import check_batch
+from nemo_rl.utils.config import load_config, parse_hydra_overrides
+
+def main():
+    args, overrides = parse_args()
+    config = load_config(args.config)
+    if overrides:
+        config = parse_hydra_overrides(config, overrides)
+    config = OmegaConf.to_container(config, resolve=True)
+    assert config["policy"]["batch"] % 3 == 0, "not a third"
+"""  # v0.6.0's, which validates no class
 MODULE = """
 import os
 from typing import Annotated, Literal, NotRequired, TypedDict, Union
@@ -299,6 +311,13 @@ def test_a_source_that_never_ends_is_left(refusals):
     endless = "def again(n):\n    return again(n + 1)\nagain(0)\nassert policy['batch'] == 9, 'after'"
     assert [each[1] for each in refusals(endless)] == ["after"]
     assert refusals("for a in range(200):\n    for b in range(200):\n        c = a + b") == []
+
+
+def test_a_script_without_classes_is_run_with_the_recipes_settings(tmp_path):
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples/run_grpo.py").write_text(FORMER_SCRIPT)
+    (refusal,) = start_refusals(tmp_path, RECIPE, "grpo")
+    assert (refusal.keys, refusal.message) == ({"policy.batch"}, "not a third")
 
 
 def test_no_start_script_is_no_refusal(tmp_path):

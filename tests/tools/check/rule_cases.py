@@ -100,6 +100,10 @@ def main():
     assert size == grpo["num_prompts_per_step"], f"{size} is another size"
     assert size > 0, "the size is not positive"
     assert policy.get("optimizer", 1) is not None, "needs an optimizer"
+    if policy["generation"].get("quick"):
+        assert policy["generation"]["top_p"] == 1, "quick samples are not filtered"
+    if policy.get("save_format"):
+        assert policy.get("saves"), "nothing is saved"
 """  # of a NeMo-RL that refuses these
 
 DPO = {"dpo.max_num_steps": 9, "loss_fn": None}

@@ -265,10 +265,13 @@ def test_a_word_that_the_recipe_can_not_have_is_not_proposed(findings):
 @pytest.mark.parametrize(
     ("changes", "fix", "words"),
     [
-        # The newest setting is given back; what no value mends has no way out.
+        # The newest setting is given back, or has its usual word; what no value mends has no way out.
         ({DYNAMIC: True, PACKING: False}, {DYNAMIC: False}, "does not start: the stand-in takes no dynamic batches"),
         ({"policy.size": 7}, {"grpo.num_prompts_per_step": 7}, "7 is another size"),
         ({"policy.optimizer": None}, {}, "needs an optimizer"),
+        ({"policy.generation.quick": True, TOP_P: 0.9}, {TOP_P: 1.0}, "0.9: NeMo-RL does not start: quick samples"),
+        # A setting that the recipe has is named, not the one that it lacks.
+        ({"policy.save_format": "x"}, {"policy.save_format": None}, "x, beside policy.saves: null: NeMo-RL does not"),
     ],
 )
 def test_a_refusal_of_the_source_is_told_in_its_words_with_a_way_out_that_was_tried(changes, fix, words, findings):
