@@ -162,7 +162,7 @@ def _ignored_reward_step(facts: RecipeFacts) -> Iterator[Hit]:
 def _shapes_by_length(facts: RecipeFacts) -> bool:
     """Return True if DAPO's penalty on the length shapes the rewards.
 
-    Asynchronous trainers refuse shaped rewards (GM328), and the single controller ignores them (GM225).
+    Asynchronous trainers refuse shaped rewards, and the single controller ignores them (GM225).
     """
     section = f"{facts.algorithm}.reward_shaping"
     is_applied = facts.is_true(f"{section}.enabled") and not (facts.is_async or facts.uses_single_controller)

@@ -49,7 +49,7 @@ def checkout(tmp_path, monkeypatch):
     recipes = {
         "configs/planned.yaml": BASE,
         "configs/sglang.yaml": BASE.replace("backend: vllm", "backend: sglang"),
-        "configs/checked.yaml": BASE.replace("policy:\n", "policy:\n  router_replay: {enabled: true}\n"),
+        "configs/checked.yaml": BASE.replace("policy:\n", "policy:\n  max_grad_norm: 0\n"),
         "nemo_gym/gym.yaml": BASE + "extra: ${oc.env:NO_SUCH_VARIABLE}\n",
         "configs/sft.yaml": BASE.replace("grpo:", "sft:").replace("loss_fn:", "other:"),
         "configs/server.yaml": "port: 1\n",
@@ -71,7 +71,7 @@ def test_each_recipe_is_planned_or_has_a_reason(checkout, tables):
     assert table["configs/planned.yaml"] == {"algorithm": "grpo", "planned": planned}
     assert table["configs/sglang.yaml"]["planned"] == {**planned, "in_place_of": "sglang"}
     assert "sampled by vLLM in place of sglang" in tables(table)
-    assert table["configs/checked.yaml"]["refused"]["by"].startswith("check GM309 ")
+    assert table["configs/checked.yaml"]["refused"]["by"].startswith("check GM339 ")
     assert "NO_SUCH_VARIABLE" in table["nemo_gym/gym.yaml"]["refused"]["reason"]
     assert "no policy loss" in table["configs/sft.yaml"]["refused"]["reason"]
 

@@ -215,15 +215,15 @@ def test_settings_in_a_list_that_an_override_sets_are_the_users(recipe):
 
 def test_the_fix_changes_what_the_user_has_just_set(recipe):
     (recipe.parent / "parent.yaml").write_text(PARENT + "cluster: {gpus_per_node: 8}\n")
-    recipe.write_text("defaults: parent.yaml\npolicy: {draft: {enabled: true}, sequence_packing: {enabled: false}}\n")
-    packing = {"policy.sequence_packing.enabled": False}
+    lora = "dtensor_cfg: {enabled: true, _v2: true, lora_cfg: {enabled: true, use_triton: false}}"
+    recipe.write_text(f"defaults: parent.yaml\npolicy: {{{lora}, megatron_cfg: {{enabled: false}}}}\n")
 
     def fixes(*overrides):
         facts = RecipeFacts.from_recipe(read_recipe(recipe, overrides))
-        return [finding.fix for finding in check(facts).findings if finding.rule.id == "GM346"]
+        return [finding.fix for finding in check(facts).findings if finding.rule.id == "GM343"]
 
     assert fixes() == []
-    assert fixes("policy.sequence_packing.enabled=true") == [packing]
+    assert fixes("policy.dtensor_cfg._v2=false") == [{"policy.dtensor_cfg._v2": True}]
 
 
 @given(

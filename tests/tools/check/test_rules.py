@@ -244,13 +244,11 @@ class Unpacked(TypedDict):
         # Keys for what DPO refuses altogether, and log-probs for what NeMo-Gym does.
         (PACKED_DPO, ["GM352"]),
         ({**GYM_FITS, MODE: "raw_logprobs", "policy.generation.top_k": 50}, ["GM352"]),
-        # Another way out remains there: packing could be given up.
-        ({"policy.dynamic_batching.enabled": True, "policy.dynamic_batching.train_mb_tokens": 9}, ["GM322", "GM409"]),
     ],
 )
 def test_advice_about_what_is_refused_anyway_is_left_out(changes, expected, findings):
     ids = {finding.rule.id for finding in findings(changes)}
-    assert sorted(ids & {"GM009", "GM102", "GM322", "GM352", "GM409"}) == expected
+    assert sorted(ids & {"GM009", "GM102", "GM352", "GM409"}) == expected
 
 
 def test_a_word_that_the_recipe_can_not_have_is_not_proposed(findings):
