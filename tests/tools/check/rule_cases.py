@@ -1302,6 +1302,18 @@ CASES = {
             {**DTENSOR, DTENSOR_TP: 2, "policy.dtensor_cfg.sequence_parallel": True},
         ),
     ],
+    "GM302": [
+        ({**ASYNC, "policy.generation.colocated.enabled": True}, ASYNC),
+        ({**ASYNC, "policy.generation.colocated.enabled": True}, {"policy.generation.colocated.enabled": True}),
+    ],
+    "GM322": [({DYNAMIC: True}, {DYNAMIC: True, PACKING: False})],
+    "GM326": [
+        ({"policy.generation.val_temperature": 0.6}, {"policy.generation.val_temperature": 1.0}),
+        (
+            {"policy.generation.val_top_k": 20, "env.should_use_nemo_gym": True},
+            {"policy.generation.val_top_p": 0.9, "env.should_use_nemo_gym": True},
+        ),
+    ],
     # Qwen2.5-7B has 28 heads and 4 key-value heads, Qwen3-30B-A3B has 32 and 4.
     "GM335": [
         ({MODEL: "Qwen/Qwen2.5-7B", TP: 8}, {MODEL: "Qwen/Qwen2.5-7B", TP: 4}),
