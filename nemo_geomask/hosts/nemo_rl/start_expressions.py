@@ -33,7 +33,7 @@ _MAX_ITEMS = 256  # that a loop goes through
 _MAX_SIZE = 10**5  # of a text or a list that the source computes
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{each.__name__: each for each in (abs, all, any, bool, float, int, len, list, max, min, range, round)},
-    **{each.__name__: each for each in (set, sorted, str, sum, tuple)},
+    **{each.__name__: each for each in (set, frozenset, sorted, str, sum, tuple)},
     **{f"math.{each.__name__}": each for each in (math.ceil, math.floor, math.gcd, math.prod)},
 }
 _TYPES = {each.__name__: each for each in (str, int, float, bool, list, tuple, dict)} | {"Mapping": dict, "Dict": dict}
@@ -168,6 +168,8 @@ class StartExpressions(StartSections):
 
     def _subscript(self, node: ast.Subscript, names: Names) -> Traced:
         owner, index = self.value(node.value, names), self.value(node.slice, names)
+        if text_of(node.value) == "Literal":
+            return index if isinstance(index.value, tuple) else Traced((index.value,))
         if text_of(node.value) == "os.environ":
             return self.environment.get(index.value, UNKNOWN) if isinstance(index.value, str) else UNKNOWN
         if not is_known(index.value):
@@ -286,6 +288,8 @@ class StartExpressions(StartSections):
                 of = self.named(path.value).value
                 # What the worker gets there is unknown.
                 return self.make(of, others, named, elsewhere=True) if isinstance(of, SourceClass) else UNKNOWN
+            case ("get_args", [arguments_of_type]):
+                return arguments_of_type
             case ("options", _) if isinstance(owner.value, SourceClass | SourceFunction):  # of Ray
                 return owner
             case ("get_object", [path]):

@@ -29,12 +29,15 @@ def main():
 """  # v0.6.0's, which validates no class
 MODULE = """
 import os
-from typing import Annotated, Literal, NotRequired, TypedDict, Union
+from typing import Annotated, Literal, NotRequired, TypedDict, Union, get_args
 
 from nemo_rl.distributed.workers import RayWorkerBuilder, Cluster, Strict
 from nemo_rl.utils.logger import Logger
 from pydantic import BaseModel, Field, model_validator
 from somewhere_else import probe
+
+
+Kinds = Literal["good", "fine"]
 
 
 class Shaping(BaseModel):
@@ -220,6 +223,7 @@ REFUSED = [
         ["policy.batch"],
         "batch must be even",
     ),
+    ("assert policy['kind'] not in frozenset(get_args(Kinds)), 'word'", ["policy.kind"], "word"),
     # A constant follows from the tests around its assignment.
     (
         "big = False\nif policy['batch'] > 4:\n    big = True\nif big:\n    raise ValueError('big')",
