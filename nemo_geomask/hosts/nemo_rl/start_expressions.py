@@ -90,6 +90,8 @@ class StartExpressions(StartSections):
                 return Traced(value)
             case ast.Name(name):
                 return self._name(name, names)
+            case ast.Attribute(ast.Call(ast.Name("super")), name):
+                return self.inherited(name, names)
             case ast.Attribute(owner, name):
                 return self._attribute(self.value(owner, names), name)
             case ast.Subscript():

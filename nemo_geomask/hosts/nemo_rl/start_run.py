@@ -334,6 +334,7 @@ class _StartRun(StartExpressions):
         if is_too_deep or (not isinstance(node, ast.Lambda) and {ast.Yield, ast.YieldFrom} & kinds_in(node)):
             return UNKNOWN
         names = Names(function.names.module, self._parameters(function, arguments, named, elsewhere), function.names)
+        names.function = function
         self.depth += 1
         try:
             if isinstance(node, ast.Lambda):

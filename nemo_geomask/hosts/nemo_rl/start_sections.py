@@ -6,6 +6,7 @@ import ast
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from nemo_geomask.hosts.nemo_rl.start_values import (
@@ -148,12 +149,21 @@ class StartSections(ABC):
             for statement in each.node.body:
                 match statement:
                     case ast.FunctionDef() | ast.AsyncFunctionDef() if statement.name == name:
-                        return self._method(SourceFunction(statement, Names(each.module)), of, owner)
+                        return self._method(SourceFunction(statement, Names(each.module), None, each), of, owner)
                     case ast.Assign([ast.Name(target)], value) if target == name:
                         return self.value(value, Names(each.module))
                     case ast.AnnAssign(ast.Name(target), _, ast.expr() as value) if target == name:
                         return self.value(value, Names(each.module))
         return UNKNOWN
+
+    def inherited(self, name: str, names: Names) -> Traced:
+        """Return what ``super()`` has under a name, within a method."""
+        method = names.function
+        if method is None or method.defined_in is None or method.bound_to is None:
+            return UNKNOWN
+        _, *above = self.bases(method.defined_in)
+        found = (self.member(each, name, method.bound_to) for each in above)
+        return next((each for each in found if each is not UNKNOWN), UNKNOWN)
 
     def _method(self, function: SourceFunction, of: SourceClass, owner: Traced) -> Traced:
         assert not isinstance(function.node, ast.Lambda)
@@ -162,6 +172,6 @@ class StartSections(ABC):
         if "staticmethod" in decorators or not is_bound:
             return Traced(function)
         bound = Traced(of) if "classmethod" in decorators else owner
-        method = SourceFunction(function.node, function.names, bound)
+        method = replace(function, bound_to=bound)
         is_property = decorators & {"property", "cached_property"}
         return self.call(method, [], {}) if is_property else Traced(method)

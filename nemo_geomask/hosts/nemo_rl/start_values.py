@@ -88,6 +88,7 @@ class Names:
     outer: Names | None = None
     conditions: list[frozenset[str]] = field(default_factory=list)  # keys of the tests around the current statement
     decided_by: frozenset[str] = NO_KEYS  # keys of the tests that decide whether the function returns early
+    function: SourceFunction | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +98,7 @@ class SourceFunction:
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
     names: Names
     bound_to: Traced | None = None
+    defined_in: SourceClass | None = None
 
 
 @functools.cache

@@ -106,6 +106,11 @@ class Loss:
         return self.kind * 2
 
 
+class Special(Loss):
+    def __init__(self, config):
+        super().__init__({**config, "kind": "bad" if config["batch"] > 4 else "good"})
+
+
 def setup(config, tokenizer):
     grpo, policy = config.grpo, config.policy
 """
@@ -224,6 +229,7 @@ REFUSED = [
         "batch must be even",
     ),
     ("assert policy['kind'] not in frozenset(get_args(Kinds)), 'word'", ["policy.kind"], "word"),
+    ("Special(policy)", ["policy.batch"], "kind bad times 2"),
     # A constant follows from the tests around its assignment.
     (
         "big = False\nif policy['batch'] > 4:\n    big = True\nif big:\n    raise ValueError('big')",
