@@ -45,6 +45,8 @@ def _bound_instead_of_distance(facts: RecipeFacts) -> Iterator[Hit]:
                 "meant, {fix}",
                 fix={f"loss_fn.{key}": round(abs(1 - value), 6)},
             )
+    if high > 2:  # CISPO's bound is for a weight, and of another size
+        yield Hit("loss_fn.ratio_clip_max", f"{high:g}: no ratio above 1 is clipped, as under use_cispo: true alone")
 
 
 @rule("GM211", "warning", "GSPO, arXiv:2507.18071 section 5.1, whose bounds are for a sequence's mean")

@@ -113,13 +113,31 @@ def _reward_without_weight(facts: RecipeFacts) -> Iterator[Hit]:
 
 @rule("GM354", "error", "NeMo-RL `TaskDataSpec`", needs=("nemo_rl",), needs_loss=False, applies_to_lab=False)
 def _missing_prompt_file(facts: RecipeFacts) -> Iterator[Hit]:
-    """File of a prompt that does not exist."""
+    """File of a prompt that does not exist, or lacks the place of the question."""
     assert facts.nemo_rl is not None
     for key, _ in user_keys(facts):
         value = facts.get(key)
         is_file = re.fullmatch(r"data\..*prompt_file", key) and isinstance(value, str) and value.startswith("examples/")
-        if is_file and not any((place / value).is_file() for place in _places(facts)):
+        found = [place / value for place in _places(facts) if is_file and (place / value).is_file()]
+        if is_file and not found:
             yield Hit(key, f"{value}: neither this folder nor the NeMo-RL in {facts.nemo_rl} has this file")
+        elif is_file and "system" not in key and "eval" not in facts.recipe.data and "{" not in read_text(found[0]):
+            yield Hit(key, f"{value} has no {{}} for the question, so that every prompt is this text alone")
+
+
+@rule("GM232", "warning", "NeMo-RL `setup_response_data`", needs_loss=False, applies_to_lab=False)
+def _trained_validation(facts: RecipeFacts) -> Iterator[Hit]:
+    """Validation on the data that are trained on."""
+    trained = [_source(entry) for _, entry in _entries(facts, "train")]
+    for key, entry in _entries(facts, "validation") if facts.validates else ():
+        if _source(entry) in trained and not facts.number("data.train.split_validation_size"):
+            yield Hit(
+                key, f"{entry.get('dataset_name')}: training has the same data, so that no metric tells of others"
+            )
+
+
+def _source(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(entry.get(name) for name in ("dataset_name", "data_path", "split", "subset"))
 
 
 _ANSWERS = (

@@ -108,6 +108,7 @@ def main():
 """  # of a NeMo-RL that refuses these
 
 DPO = {"dpo.max_num_steps": 9, "loss_fn": None}
+PUZZLE = {"env.sliding_puzzle_game.cfg.game_config.shuffle_moves": 10}
 MATHS = {"dataset_name": "OpenMathInstruct-2"}
 FILES = {"dataset_name": "ResponseDataset", "data_path": "a.jsonl"}
 PADDING = "policy.make_sequence_length_divisible_by"
@@ -598,6 +599,7 @@ CASES = {
     "GM210": [
         ({CLIP_MAX: 1.2}, {CLIP_MAX: 0.28}),
         ({CLIP_MIN: 0.8}, {CLIP_MIN: 1.0}),
+        ({CLIP_MAX: 5.0}, {"loss_fn.name": "cispo", CLIP_MAX: 5.0}),
         ({CLIP_MAX: 1.2}, {"loss_fn.name": "cispo", CLIP_MAX: 1.2}),
         ({CLIP_MAX: 1.2}, {CLIP_MAX: 1.2, "loss_fn.disable_ppo_ratio": True}),
     ],
@@ -659,6 +661,11 @@ CASES = {
     ],
     "GM221": [({NLL: 0.1}, {NLL: 0.0}), ({NLL: 0.1}, {NLL: 0.1, "ppo": {}})],
     "GM226": [
+        (
+            {"policy.hf_config_overrides.rope_scaling": {"rope_type": "yarn", "factor": 0.5}},
+            {"policy.hf_config_overrides.rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        ),
+        ({**PUZZLE, "grpo.max_rollout_turns": 1}, {**PUZZLE, "grpo.max_rollout_turns": 50}),
         ({"policy.tokenizer.chat_template": "chatml"}, {"policy.tokenizer.chat_template": "{{ messages }}"}),
         (
             {
@@ -741,6 +748,14 @@ CASES = {
         ),
     ],
     "GM227": [
+        (
+            {"on_policy_distillation.enabled": True, "grpo.adv_estimator": {"name": "grpo"}},
+            {"on_policy_distillation.enabled": True, "grpo.adv_estimator": {"name": "opd"}},
+        ),
+        (
+            {**DPO, "grpo": None, "dpo.preference_average_log_probs": False, "dpo.reference_policy_kl_penalty": 5},
+            {**DPO, "grpo": None, "dpo.preference_average_log_probs": True, "dpo.reference_policy_kl_penalty": 5},
+        ),
         ({"env.nemo_gym.is_trajectory_collection": True}, {"env.nemo_gym.is_trajectory_collection": False}),
         (
             {ESTIMATES: LEFT_OUT, SHAPING: True, **SHAPED},
@@ -794,6 +809,7 @@ CASES = {
                 ({"grpo.invalid_tool_call_advantage": -5.0}, GYM_FITS),
                 ({"reward_penalties.penalize_empty_final_answer": True}, GYM_FITS),
                 ({**READY_FIRST}, {CORRECT: True}),
+                ({"grpo.adv_estimator": {"name": "opd"}, "on_policy_distillation.enabled": True}, ASYNC),
                 ({**READY_FIRST, CORRECT: True, FORCED: True}, {FORCED: False}),
                 (
                     {"policy.megatron_cfg.attention_backend": "flash_attn"},
@@ -858,7 +874,7 @@ CASES = {
                     {f"{ROUTER}.backend_timeout_s": 8},
                 ),
                 ({"data.default.env_name": "reward_model", "env.reward_model.max_grad_norm": 1}, {"data": None}),
-                ({ESTIMATOR: "opd"}, {f"{TEACHERS}.enabled": True}),
+                ({ESTIMATOR: "opd", **ASYNC}, {f"{TEACHERS}.enabled": True}),
                 (
                     {**CARDS, **TEACHER, f"{TEACHERS}.non_colocated_teachers.default_teacher_cfg.gpus_per_node": 16},
                     {TEACHERS: None},
@@ -952,6 +968,11 @@ CASES = {
                 {"policy.generation.sglang_cfg.sglang_server_config.num_gpus_per_engine": 4},
                 {"policy.generation.sglang_cfg.sglang_server_config.num_gpus_per_engine": 2},
             ),
+            (
+                {BACKEND: "sglang", "cluster": {"num_nodes": 1, "gpus_per_node": 8}},
+                {"policy.generation.sglang_cfg.sglang_server_config.num_gpus": 2},
+                {"policy.generation.sglang_cfg.sglang_server_config.num_gpus": 8},
+            ),
             ({"env.should_use_nemo_gym": True}, {"policy.generation.top_k": 50}, {}),
             ({FUSED: True, PACKING: False}, {CP: 2}, {}),
             (DISTILLED_ON, {BACKEND: "sglang"}, {BACKEND: "megatron"}),
@@ -1005,7 +1026,22 @@ CASES = {
         (
             {"data.default.prompt_file": "examples/prompts/cot_math.txt", "reads": NEWEST},
             {"data.default.prompt_file": "examples/prompts/cot.txt", "reads": NEWEST},
-        )
+        ),
+        # It has no place for the question.
+        (
+            {"data.default.prompt_file": "examples/prompts/system.txt", "reads": NEWEST},
+            {"data.default.system_prompt_file": "examples/prompts/system.txt", "reads": NEWEST},
+        ),
+    ],
+    "GM232": [
+        (
+            {**VALIDATED, "data.train": MATHS, "data.validation": MATHS},
+            {**VALIDATED, "data.train": MATHS, "data.validation": {**MATHS, "split": "test"}},
+        ),
+        (
+            {**VALIDATED, "data.train": FILES, "data.validation": FILES},
+            {"data.train": FILES, "data.validation": FILES},
+        ),
     ],
     "GM351": [
         (

@@ -173,6 +173,7 @@ def write_source(root: Path) -> None:
     prompts = root / "examples" / "prompts"
     prompts.mkdir(parents=True)
     (prompts / "cot.txt").write_text(r"Output your answer inside of \boxed{{}} tags: {}")
+    (prompts / "system.txt").write_text("Answer in tags.")
     used = root / "examples" / "used"
     used.mkdir(parents=True)
     (used / "words.yaml").write_text(USED_WORDS, encoding="utf-8")
