@@ -156,7 +156,7 @@ def numbers_in_recipes(checkout: Path, section: str, key: str) -> tuple[float, .
 @functools.cache
 def _comparisons(checkout: Path, path: Path) -> tuple[WordComparison, ...]:
     """Return the comparisons in one module, and the words of the ``Literal`` types of its classes."""
-    tree = _parsed(source_texts(checkout)[path])
+    tree = parsed(source_texts(checkout)[path])
     comparisons: list[WordComparison] = []
     owners: dict[ast.AST, str] = {}
     for each in ast.walk(tree):
@@ -173,7 +173,7 @@ def _comparisons(checkout: Path, path: Path) -> tuple[WordComparison, ...]:
     return tuple(comparisons)
 
 
-def _parsed(text: str) -> ast.Module:
+def parsed(text: str) -> ast.Module:
     """Return the tree of a module; an empty one if Python can't parse it."""
     try:
         tree: ast.Module = parse_python(text)
@@ -205,7 +205,7 @@ def _definitions(checkout: Path) -> tuple[Mapping[str, list[Path]], frozenset[st
 def _constants(checkout: Path, path: Path) -> Mapping[str, list[str]]:
     """Return the words of each constant and ``Enum`` that a module defines."""
     words: dict[str, list[str]] = defaultdict(list)
-    for node in ast.walk(_parsed(source_texts(checkout)[path])):
+    for node in ast.walk(parsed(source_texts(checkout)[path])):
         match node:
             case ast.ClassDef(name) if any("Enum" in ast.unparse(base) for base in node.bases):
                 for member in (each for each in node.body if isinstance(each, ast.Assign)):

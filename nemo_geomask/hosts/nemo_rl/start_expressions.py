@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import math
 import operator
 import re
@@ -32,7 +33,7 @@ from nemo_geomask.hosts.nemo_rl.start_values import (
 _MAX_ITEMS = 256  # that a loop goes through
 _MAX_SIZE = 10**5  # of a text or a list that the source computes
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    **{each.__name__: each for each in (abs, all, any, bool, float, int, len, list, max, min, range, round)},
+    **{each.__name__: each for each in (abs, all, any, float, int, len, list, max, min, range, round)},
     **{each.__name__: each for each in (set, frozenset, sorted, str, sum, tuple)},
     **{f"math.{each.__name__}": each for each in (math.ceil, math.floor, math.gcd, math.prod)},
 }
@@ -215,11 +216,14 @@ class StartExpressions(StartSections):
     def _apply(self, function: Callable[..., Any] | None, arguments: Iterable[Traced]) -> Traced:
         """Return the result of a function of Python; unknown if an argument is, or if Python refuses it."""
         values = [each.value for each in arguments]
-        is_large = any(isinstance(each, str | list | tuple) and len(each) > _MAX_SIZE for each in values)
         is_huge = any(isinstance(each, int | float) and abs(each) > _MAX_SIZE**3 for each in values)
-        if function is None or is_large or is_huge or not all(map(is_known, values)):
+        if function is None or is_huge or not all(map(is_known, values)):
             return UNKNOWN
         try:
+            size = max((len(each) for each in values if isinstance(each, str | list | tuple | range)), default=0)
+            repeated = max((each for each in values if isinstance(each, int)), default=1)
+            if size * (repeated if function is operator.mul else 1) > _MAX_SIZE:
+                return UNKNOWN
             return Traced(function(*values), keys_of(*arguments))
         except (TypeError, ValueError, ArithmeticError, LookupError, MemoryError):
             return UNKNOWN
@@ -282,10 +286,10 @@ class StartExpressions(StartSections):
         match short, arguments:
             case ("load_config" | "MasterConfig" | "to_container", _):
                 return self.read_recipe(self._name(short, names).value)
-            case ("cast", [_, result]) | ("get", [Traced(), result]) if name in ("cast", "os.environ.get"):
-                return self.environment.get(str(arguments[0].value), result) if short == "get" else result
-            case ("getenv" | "get", [variable]) if name in ("os.getenv", "os.environ.get"):
-                return self.environment.get(str(variable.value), Traced(None))
+            case ("cast", [_, result]):
+                return result
+            case ("getenv" | "get", [variable, *default]) if name in ("os.getenv", "os.environ.get"):
+                return self.environment.get(str(variable.value), next(iter(default), Traced(None)))
             case ("RayWorkerBuilder", [path, *others]):
                 of = self.named(path.value).value
                 # What the worker gets there is unknown.
@@ -299,11 +303,16 @@ class StartExpressions(StartSections):
             case ("submit", [Traced(SourceFunction() as function), *others]):
                 self.call(function, others, named)
                 return UNKNOWN
+            case ("dict", [Traced(RecipeSection() as section)]):
+                return Traced(section.shallow_copy())
+            case ("bool", [value]):
+                is_true = truth(value.value)
+                return UNKNOWN if is_true is None else Traced(is_true, value.keys)
             case ("isinstance", [value, _]):
                 return self._is_instance(value, text_of(node.args[1]))
             case (
                 "hasattr" | "getattr",
-                [Traced(RecipeSection() as section) as value, Traced(str() as attribute), *default],
+                [Traced(RecipeSection() as section), Traced(str() as attribute), *default],
             ):
                 found = self.item(section, attribute, is_attribute=True)
                 if short == "hasattr":
@@ -313,13 +322,6 @@ class StartExpressions(StartSections):
             return next(iter(arguments), owner)
         if isinstance(owner.value, RecipeSection) and (done := self._section_method(owner.value, short, arguments)):
             return done
-        if name in ("dict", "bool", "len") and len(arguments) == 1 and isinstance(arguments[0].value, RecipeSection):
-            section = arguments[0].value
-            return (
-                Traced(section.shallow_copy())
-                if name == "dict"
-                else self._size(section, bool if name == "bool" else len)
-            )
         if name in ("zip", "enumerate", "len"):
             columns = [items for each in arguments if (items := self.items(each)) is not None]
             if len(columns) == len(arguments) > 0:
@@ -340,9 +342,6 @@ class StartExpressions(StartSections):
                 each.value.attributes.clear()
         return Traced(Unknown())
 
-    def _size(self, section: RecipeSection, measure: Callable[..., Any]) -> Traced:
-        return UNKNOWN if section.is_open else Traced(measure(section))
-
     def _is_instance(self, value: Traced, types: str) -> Traced:
         words = set(re.findall(r"\w+", types))
         if isinstance(value.value, RecipeSection):
@@ -360,14 +359,12 @@ class StartExpressions(StartSections):
                 getattr(owner.value, name), [Traced(each.value, each.keys | owner.keys) for each in arguments]
             )
         if name in CHANGES:
-            changed = owner.value.copy()
+            changed = UNKNOWN
             if name in ("append", "add", "extend", "update"):
-                try:
-                    getattr(changed, name)(*(each.value for each in arguments))
-                except TypeError:
-                    self.assign(node.value, UNKNOWN, names)
-                    return UNKNOWN
-            self.assign(node.value, Traced(changed, keys_of(owner, *arguments)), names)
+                with contextlib.suppress(TypeError):  # of what is added, nothing is known
+                    getattr(owner.value, name)(*(each.value for each in arguments))
+                    changed = Traced(owner.value, keys_of(owner, *arguments))
+            self.assign(node.value, changed, names)
         return UNKNOWN
 
     def _section_method(self, section: RecipeSection, method: str, arguments: list[Traced]) -> Traced | None:

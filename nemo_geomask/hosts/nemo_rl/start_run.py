@@ -8,6 +8,7 @@ imported.
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from nemo_geomask.hosts.nemo_rl.start_values import (
     truth,
 )
 
-_MAX_STEPS = 20_000  # statements; NeMo-RL's recipes need up to 8,000
+_MAX_STEPS = 20_000  # statements; of the recipes of main, the longest start has 6,464
 _MAX_DEPTH = 40  # of calls
 _TRAINERS = "nemo_rl.algorithms"
 _SCRIPTS = {"async_rl": "grpo_single_controller", "teachers": "xtoken_off_policy_distillation"}
@@ -72,7 +73,8 @@ def start_refusals(checkout: Path, data: Mapping[str, Any], algorithm: str) -> t
         module = source_module(checkout, f"examples.{script}")
         main = run.global_value(module, "main").value if module else None
         if isinstance(main, SourceFunction):
-            run.call(main, [], {})
+            with contextlib.suppress(RecursionError):  # of source that is nested too deeply; what was found stays
+                run.call(main, [], {})
             break
     return tuple(run.refusals)
 
@@ -124,8 +126,7 @@ class _StartRun(StartExpressions):
             case ast.AnnAssign(target, _, ast.expr() as value):
                 self.assign(target, self.value(value, names), names)
             case ast.AugAssign(target, operation, value):
-                before: Any = ast.parse(text_of(target), mode="eval").body
-                self.assign(target, self.value(ast.BinOp(before, operation, value), names), names)
+                self.assign(target, self.value(ast.BinOp(target, operation, value), names), names)
             case ast.Return(value):
                 raise _Return(self._result(self.value(value, names) if value else Traced(None), names))
             case ast.If():
@@ -148,8 +149,9 @@ class _StartRun(StartExpressions):
                 self._try(statement, names)
             case ast.For(target, iterable, body) | ast.AsyncFor(target, iterable, body):
                 self._for(target, self.items(self.value(iterable, names)), body, names)
-            case ast.While(_, body):
-                self._first_turn(body, names)
+            case ast.While(test, body):
+                if truth(self.value(test, names).value) is not False:
+                    self._first_turn(body, names)
             case ast.FunctionDef(name) | ast.AsyncFunctionDef(name):
                 names.values[name] = Traced(SourceFunction(statement, names))
             case ast.ClassDef(name):
@@ -202,7 +204,6 @@ class _StartRun(StartExpressions):
 
     def _for(self, target: ast.expr, items: Sequence[Traced] | None, body: list[ast.stmt], names: Names) -> None:
         if items is None:
-            self._forget(body, names)
             self.assign(target, UNKNOWN, names)
             self._first_turn(body, names)
             return
@@ -243,7 +244,11 @@ class _StartRun(StartExpressions):
                     continue
                 case ast.Lambda():
                     continue
-                case ast.Name(_, ast.Store()) | ast.Attribute(_, _, ast.Store()) | ast.Subscript(_, _, ast.Store()):
+                case (
+                    ast.Name(_, ast.Store() | ast.Del())
+                    | ast.Attribute(_, _, ast.Store() | ast.Del())
+                    | ast.Subscript(_, _, ast.Store() | ast.Del())
+                ):
                     self.assign(node, UNKNOWN, names)
                 case ast.Call(ast.Attribute(changed, method)) if method in CHANGES:
                     self.assign(changed, UNKNOWN, names)
@@ -270,6 +275,8 @@ class _StartRun(StartExpressions):
                 elif isinstance(owner, RecipeSection):
                     owner.is_open = True
                     owner.update(dict.fromkeys(owner, UNKNOWN))
+                elif isinstance(owner, list):
+                    self.assign(container, UNKNOWN, names)
             case ast.Attribute(container, name):
                 owner = self.value(container, names).value
                 if isinstance(owner, RecipeSection):
@@ -282,15 +289,12 @@ class _StartRun(StartExpressions):
     def _refuse(self, keys: frozenset[str], words: ast.expr | None, statement: ast.stmt, names: Names) -> None:
         if self.catching:
             raise _Raised
-        text = self.value(words, names).value if words else text_of(getattr(statement, "test", statement))
+        text = str(self.value(words, names).value if words else text_of(getattr(statement, "test", statement)))
         place = f"{names.module.path.relative_to(self.checkout)}:{statement.lineno}"
         # An error that depends on no setting would meet every recipe: it is one of this run alone.
         if keys and all(place != each.place for each in self.refusals):
-            self.refusals.append(
-                StartRefusal(
-                    keys, NO_KEYS.union(*names.conditions) - keys, " ".join(str(text).strip("- \n").split()), place
-                )
-            )
+            around = NO_KEYS.union(*names.conditions) - keys
+            self.refusals.append(StartRefusal(keys, around, " ".join(text.strip("- \n").split()), place))
 
     # --- calls
 
@@ -333,8 +337,8 @@ class _StartRun(StartExpressions):
         node, is_too_deep = function.node, self.depth >= _MAX_DEPTH
         if is_too_deep or (not isinstance(node, ast.Lambda) and {ast.Yield, ast.YieldFrom} & kinds_in(node)):
             return UNKNOWN
-        names = Names(function.names.module, self._parameters(function, arguments, named, elsewhere), function.names)
-        names.function = function
+        parameters = self._parameters(function, arguments, named, elsewhere)
+        names = Names(function.names.module, parameters, function.names, function=function)
         self.depth += 1
         try:
             if isinstance(node, ast.Lambda):

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nemo_geomask.recipe.input_limits import parse_python, read_source
+from nemo_geomask.hosts.nemo_rl.source_words import parsed
+from nemo_geomask.recipe.input_limits import read_source
 
 NO_KEYS: frozenset[str] = frozenset()
 
@@ -103,15 +104,12 @@ class SourceFunction:
 
 @functools.cache
 def source_module(checkout: Path, name: str) -> SourceModule | None:
-    """Return a module by its dotted name; None if there is none that Python can parse."""
+    """Return a module by its dotted name, without bindings if Python can't parse it; None if there is none."""
     path = checkout.joinpath(*name.split("."))
     file = next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None)
     if file is None:
         return None
-    try:
-        pending: list[ast.AST] = [*parse_python(read_source(file)).body]
-    except SyntaxError:
-        return None
+    pending: list[ast.AST] = [*parsed(read_source(file)).body]
     bindings: dict[str, ast.AST] = {}
     while pending:
         statement = pending.pop(0)

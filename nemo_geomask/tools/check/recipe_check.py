@@ -177,13 +177,13 @@ def check(facts: RecipeFacts, *, ignore: Collection[str] = ()) -> Report:
 
 def _without_consequences(findings: list[Finding], facts: RecipeFacts) -> list[Finding]:
     """Leave out what another finding says better, and advice about settings that have to be given up."""
-    explained = [(each.key, _rank(each)) for each in findings if not each.rule.gives_way]
-    explained_before = {name: min(rank for key, rank in explained if key == name) for name, _ in explained}
+    by_severity = sorted(findings, key=_rank, reverse=True)  # of several findings about a key, the most severe counts
+    explained = {each.key: _rank(each) for each in by_severity if not each.rule.gives_way}
     findings = [
         each
         for each in findings
         if not each.rule.gives_way
-        or all(explained_before.get(key, len(SEVERITIES)) > _rank(each) for key in (each.key, *each.others))
+        or all(explained.get(key, len(SEVERITIES)) > _rank(each) for key in (each.key, *each.others))
     ]
     settled: set[str] = set()
     for cause in (each for each in findings if each.rule.gives_up):

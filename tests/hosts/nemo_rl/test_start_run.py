@@ -230,6 +230,9 @@ REFUSED = [
     ),
     ("assert policy['kind'] not in frozenset(get_args(Kinds)), 'word'", ["policy.kind"], "word"),
     ("Special(policy)", ["policy.batch"], "kind bad times 2"),
+    ("assert os.getenv('X', '0') == policy['kind'], 'default'", ["policy.kind"], "default"),
+    ("assert not bool(policy['gym']) and bool(policy['list']) is False, 'truth'", ["policy.list"], "truth"),
+    ("assert not dict(policy)['batch'], 'copy'", ["policy.batch"], "copy"),
     # A constant follows from the tests around its assignment.
     (
         "big = False\nif policy['batch'] > 4:\n    big = True\nif big:\n    raise ValueError('big')",
@@ -283,6 +286,12 @@ def test_what_the_source_is_certain_to_refuse_is_found(body, keys, message, refu
         "raise NotImplementedError",
         "RayWorkerBuilder('nemo_rl.distributed.workers.Worker', policy)",
         "assert policy['batch'] ** 2 == 65",
+        "rows = policy['list']\nrows.pop()\nassert len(rows) == 1, 'one is gone'",
+        "rows = policy['list']\nrows[0] = 9\nassert rows[0] == 9, 'was replaced'",
+        "rows = policy['list']\nsame = rows\nsame.append(3)\nassert len(rows) == 3, 'under both names'",
+        "if probe():\n    del policy['batch']\nassert policy.get('batch') == 9, 'may be gone'",
+        "while policy['batch'] > 9:\n    assert policy['batch'] == 9, 'never runs'",
+        "assert ([0] * policy['batch'] * 100_000)[0] == 1, 'too long to make'",
         "assert os.environ['SET_ELSEWHERE'] == str(policy['batch'])",
     ],
 )
@@ -328,6 +337,11 @@ def test_a_script_without_classes_is_run_with_the_recipes_settings(tmp_path):
     (tmp_path / "examples/run_grpo.py").write_text(FORMER_SCRIPT)
     (refusal,) = start_refusals(tmp_path, RECIPE, "grpo")
     assert (refusal.keys, refusal.message) == ({"policy.batch"}, "not a third")
+
+
+def test_of_source_that_is_nested_too_deeply_what_was_found_stays(refusals):
+    sum_of_ones = " + ".join(["1"] * 1500)
+    assert [each[1] for each in refusals(f"assert policy['batch'] == 9, 'found'\nsize = {sum_of_ones}")] == ["found"]
 
 
 def test_no_start_script_is_no_refusal(tmp_path):
